@@ -1,0 +1,1204 @@
+"""GRPO in one file: trains a language model by reinforcement learning with rule rewards (arXiv:2402.03300).
+
+    torchrun --standalone grpo.py                                   # a quick experiment on one GPU, or on the CPU
+    torchrun --standalone --nproc-per-node 8 grpo.py --model-name-or-path Qwen/Qwen2.5-1.5B-Instruct --dataset my.jsonl
+    python grpo.py --help                                           # every flag and what it means
+
+One step: draw prompts; sample a group of completions for each (vLLM); score them (a rule); turn each group's rewards
+into advantages; make the better completions more likely and the worse less (FSDP); hand the weights back to vLLM.
+The file reads in that order: config, data, reward, rollout, advantage, packing, policy, loss, update, log, train. One
+record, `Sample`, flows through it. To try an idea, change `correct`, `group_advantages` or `policy_loss`.
+
+Where it differs from the paper:
+ 1. The engine that samples computes slightly other probabilities (mu) than the trainer. The surrogate is weighted by
+    min(pi_old/mu, 2), truncated importance sampling; the clipped ratio is pi_theta/pi_old, both the trainer's own.
+ 2. A group whose rewards are all equal has no policy gradient: it costs no forward pass, and its KL is left out.
+ 3. A prompt and its completions share one row: the prompt is computed once, not once a completion.
+ 4. Rewards are rules: functions of the text. There is no reward model, no process supervision.
+"""
+import contextlib
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import os
+import random
+import re
+import resource
+import socket
+import sys
+import time
+import unicodedata
+import warnings
+from bisect import bisect_left
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Callable, Iterator, Literal
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")    # read when torch is imported
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class UserError(Exception):
+    """Something the user can put right: shown as one line, without a traceback."""
+
+
+# --- config -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """Prompts and completions are counted over all ranks, tokens of a micro-batch on one."""
+
+    # Model and run
+    model_name_or_path: str = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    """Folder or hub id of the model to train."""
+    output_dir: str | None = None
+    """Folder for the run's config, metrics, samples and final model. Default: a new runs/<time>."""
+    seed: int = 0
+    """Seed of the order of prompts and of sampling; one seed gives the same run on the same machine."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where to train and sample. auto: on GPUs where torch sees any."""
+    bf16: bool = True
+    """Compute in bfloat16; master weights, gradient reduction and optimizer stay float32. --no-bf16: all float32."""
+    # Data
+    dataset: str = "arithmetic"
+    """`arithmetic` (made on the spot), or a JSONL file with `question` or `prompt`, `answer`, and any other columns."""
+    eval_dataset: str | None = None
+    """JSONL file of held-out problems. Default: --eval-size problems set aside from --dataset."""
+    eval_size: int = 256
+    """Held-out problems to evaluate on, at most; 0: no evaluation."""
+    data_seed: int = 0
+    """Seed of which problems are made and held out, apart from --seed: runs then share their held-out set."""
+    arithmetic_operators: str = "+"
+    """Operators of the arithmetic problems, any of + - *."""
+    arithmetic_min: int = 10
+    """Smallest operand."""
+    arithmetic_max: int = 99
+    """Largest operand."""
+    arithmetic_size: int = 4096
+    """Training problems to make, at most all there are."""
+    max_prompt_length: int = 512
+    """Prompts of more tokens are dropped, and counted."""
+    # Rollout
+    prompts_per_step: int = 16
+    """Prompts of one step, over all ranks."""
+    num_generations: int = 8
+    """Completions sampled for each prompt: its group (G in the paper)."""
+    max_completion_length: int = 16
+    """Completions are cut, and counted as truncated, at this many tokens."""
+    temperature: float = 1.0
+    """Of sampling, and so of all logprobs. (No top-p or top-k: the trainer can't match a cut vocabulary.)"""
+    vllm_gpu_memory_utilization: float = 0.3
+    """Share of a GPU's memory for vLLM; on the CPU, the share of the machine's that a rank's KV cache may take."""
+    vllm_max_model_length: int | None = None
+    """Longest prompt plus completion. Default: --max-prompt-length + --max-completion-length."""
+    vllm_enable_sleep_mode: bool = True
+    """Free vLLM's GPU memory while training."""
+    vllm_enforce_eager: bool | None = None
+    """No compilation, no CUDA graphs. Default: only on the CPU, where compiling takes 80 s and then gains 9 %."""
+    # Reward
+    reward: str = "correct"
+    """`correct` (1 where the final answer equals `answer`, else 0), or path.py:function, called once a group as
+    function(prompts=, completions=, completion_ids=, **columns), all lists, and returning a list of numbers."""
+    mask_truncated_completions: bool = False
+    """Leave truncated completions out of the loss; their reward still counts in the group's mean and std."""
+    # Objective
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide a reward's distance from its group's mean by the group's std, all groups' std, or nothing (Dr. GRPO)."""
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "grpo"
+    """Mean over each completion's tokens, then over completions (grpo); over all tokens (dapo); sum over tokens divided
+    by completions x max_completion_length (dr_grpo)."""
+    epsilon: float = 0.2
+    """The ratio pi_theta/pi_old is clipped below at 1 - epsilon."""
+    epsilon_high: float | None = None
+    """The ratio is clipped above at 1 + epsilon_high. Default: epsilon."""
+    delta: float | None = None
+    """Two-sided clip: a bound, above 1 + epsilon_high, on the ratio where the advantage is negative."""
+    beta: float = 0.0
+    """Weight of the KL (k3) to the model as it started. 0 loads no reference model."""
+    num_iterations: int = 1
+    """Passes over each rollout."""
+    num_minibatches: int = 1
+    """Optimizer updates a pass; the step's prompts are divided among them."""
+    skip_zero_std_groups: bool = True
+    """Spend no forward pass on groups whose rewards are all equal; with beta > 0 this drops their KL."""
+    vllm_importance_sampling_correction: bool = True
+    """Weight the surrogate by pi_old/mu, cut above; mu is the probability under vLLM."""
+    vllm_importance_sampling_clip_max: float = 2.0
+    """Where that weight is cut."""
+    # Optimization
+    max_steps: int = 60
+    """Steps, one rollout each."""
+    learning_rate: float = 3e-5
+    """Peak learning rate of AdamW."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    """After the warm-up: constant, or falling to 0 at max_steps."""
+    warmup_steps: int = 3
+    """Steps over which the learning rate rises linearly."""
+    weight_decay: float = 0.0
+    """Of AdamW."""
+    adam_beta1: float = 0.9
+    """Of AdamW."""
+    adam_beta2: float = 0.999
+    """Of AdamW."""
+    max_grad_norm: float = 1.0
+    """Longer gradients are scaled down to this norm."""
+    tokens_per_micro_batch: int = 8192
+    """Tokens of a forward and backward pass on one rank: bounds memory, changes no result."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    ref_cpu_offload: bool = False
+    """Keep the reference model's shards in CPU memory."""
+    # Evaluation
+    eval_steps: int = 20
+    """Greedy accuracy on the held-out problems: before the first step, every so many steps, and at the end."""
+
+    @property
+    def max_length(self) -> int:
+        return self.vllm_max_model_length or self.max_prompt_length + self.max_completion_length
+
+    @property
+    def clip_high(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+def check_config(c: Config, world_size: int) -> None:
+    """What flags alone can get wrong. Raises UserError naming the flag and what would be right."""
+    flag = lambda name: "--" + name.replace("_", "-")
+    checks = [(getattr(c, name) > 0, f"{flag(name)} must be above 0, got {getattr(c, name)}") for name in (
+        "prompts_per_step", "max_prompt_length", "max_completion_length", "num_iterations", "num_minibatches",
+        "max_steps", "eval_steps", "tokens_per_micro_batch", "arithmetic_size", "learning_rate", "max_grad_norm",
+        "temperature", "epsilon", "clip_high", "vllm_importance_sampling_clip_max")]
+    checks += [(getattr(c, name) >= 0, f"{flag(name)} must not be negative, got {getattr(c, name)}") for name in (
+        "beta", "weight_decay", "warmup_steps", "eval_size", "adam_beta1", "adam_beta2")]
+    checks += [(getattr(c, name) < 1, f"{flag(name)} must be below 1, got {getattr(c, name)}") for name in (
+        "epsilon", "adam_beta1", "adam_beta2")]
+    checks += [
+        (c.num_generations >= 2, f"--num-generations must be at least 2, got {c.num_generations}: a completion is "
+         "judged against the others of its group"),
+        (c.prompts_per_step % (world_size * c.num_minibatches) == 0, f"--prompts-per-step {c.prompts_per_step} must be "
+         f"a multiple of {world_size} processes x --num-minibatches {c.num_minibatches}"),
+        (c.delta is None or c.delta > 1 + c.clip_high, f"--delta must be above 1 + epsilon_high = {1 + c.clip_high}, "
+         f"got {c.delta}"),
+        (0 < c.vllm_gpu_memory_utilization < 1, "--vllm-gpu-memory-utilization is a share between 0 and 1, "
+         f"got {c.vllm_gpu_memory_utilization}"),
+        (c.max_length > c.max_completion_length, f"--vllm-max-model-length {c.vllm_max_model_length} leaves no room for "
+         f"a prompt beside --max-completion-length {c.max_completion_length}"),
+        (c.arithmetic_operators and set(c.arithmetic_operators) <= set("+-*"), "--arithmetic-operators takes any of "
+         f"+ - *, got {c.arithmetic_operators!r}"),
+        (c.arithmetic_min <= c.arithmetic_max, f"--arithmetic-min {c.arithmetic_min} is above --arithmetic-max "
+         f"{c.arithmetic_max}"),
+        (c.device != "cuda" or torch.cuda.is_available(), "--device cuda, but torch sees no GPU: install a CUDA build "
+         "of torch and check nvidia-smi, or give --device cpu")]
+    for ok, message in checks:
+        if not ok:
+            raise UserError(message)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """One problem: the prompt as given (text or chat messages), its tokens, and the row's columns for the reward."""
+    prompt: str | list
+    prompt_ids: list[int]
+    columns: dict[str, Any]
+
+
+def arithmetic_rows(cfg: Config) -> tuple[list[dict], list[dict]]:
+    """(training, held-out) two-operand problems without repetition, a + b and b + a being the same problem."""
+    operands = range(cfg.arithmetic_min, cfg.arithmetic_max + 1)
+    total = len(cfg.arithmetic_operators) * len(operands) ** 2
+    train, held_out, known = [], [], set()
+    # A held-out problem can cost training its twin as well.
+    for pick in random.Random(cfg.data_seed).sample(range(total), min(total, cfg.arithmetic_size + 2 * cfg.eval_size)):
+        pick, b = divmod(pick, len(operands))
+        op, a, b = cfg.arithmetic_operators[pick // len(operands)], operands[pick % len(operands)], operands[b]
+        answer = {"+": a + b, "-": a - b, "*": a * b}[op]
+        row = {"question": f"What is {a} {op} {b}? Answer with only the number.", "answer": answer}
+        problem = (op, a, b) if op == "-" else (op, min(a, b), max(a, b))
+        if len(held_out) < cfg.eval_size:
+            held_out.append(row)
+            known.add(problem)
+        elif problem not in known and len(train) < cfg.arithmetic_size:
+            train.append(row)
+    return train, held_out
+
+
+def jsonl_rows(path: str, answer_needed: bool) -> list[dict]:
+    """Rows of a JSONL file. Raises UserError naming the file, the line and what is wrong there."""
+    if not Path(path).is_file():
+        raise UserError(f"dataset {path}: no such file (give a JSONL file, or `arithmetic`)")
+    rows = []
+    for n, line in enumerate(Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+                check_row(rows[-1], answer_needed)
+            except (ValueError, RecursionError, UserError) as e:
+                raise UserError(f"{path} line {n}: {e if isinstance(e, UserError) else f'not JSON ({e})'}") from None
+    if not rows:
+        raise UserError(f"{path}: no rows")
+    return rows
+
+
+def check_row(row: Any, answer_needed: bool) -> None:
+    if not isinstance(row, dict) or not {"prompt", "question"} & set(row):
+        raise UserError(f"a row needs a column `prompt` or `question`, this one is {str(row):.80}")
+    prompt = row.get("prompt", row.get("question"))
+    for message in prompt if isinstance(prompt, list) and prompt else [{"role": "user", "content": prompt}]:
+        text = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(t, str) and t.strip() for t in text):
+            raise UserError(f"the prompt must be text or a list of {{role, content}}, and not empty: {str(prompt):.80}")
+    answer = row.get("answer")
+    if answer_needed and (isinstance(answer, bool) or not isinstance(answer, (str, int, float)) or answer == ""):
+        raise UserError("the reward `correct` needs a column `answer` with text or a number"
+                        + (f", not {answer!r:.40}" if "answer" in row else ""))
+
+
+def tokenize(rows: list[dict], tokenizer, max_prompt_length: int) -> list[Row]:
+    """A `question` is the user's turn in the model's chat template, if it has one; messages go through the template; a
+    text `prompt` is read as it is. Leaves out prompts over the limit."""
+    kept = []
+    for row in rows:
+        prompt = row.get("prompt", row.get("question"))
+        if isinstance(prompt, list) and not tokenizer.chat_template:
+            raise UserError("the dataset has chat messages and the model no chat template: give it text prompts, or "
+                            "name an instruct model with --model-name-or-path")
+        if isinstance(prompt, list) or tokenizer.chat_template and "prompt" not in row:
+            messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        else:
+            ids = tokenizer(prompt)["input_ids"]
+        if len(ids) <= max_prompt_length:
+            kept.append(Row(prompt, ids, {name: value for name, value in row.items() if name != "prompt"}))
+    return kept
+
+
+def load_data(cfg: Config, tokenizer) -> tuple[list[Row], list[Row]]:
+    """(training, held-out) rows that share no prompt. Says what was dropped."""
+    shuffled = lambda rows: random.Random(cfg.data_seed).sample(rows, len(rows))
+    if cfg.dataset == "arithmetic":
+        train, held_out = arithmetic_rows(cfg)
+    else:
+        train, held_out = shuffled(jsonl_rows(cfg.dataset, cfg.reward == "correct")), None
+    if cfg.eval_dataset:
+        held_out = shuffled(jsonl_rows(cfg.eval_dataset, cfg.reward == "correct"))[:cfg.eval_size]
+    elif held_out is None:
+        held_out, train = train[:cfg.eval_size], train[cfg.eval_size:]
+    given = len(train) + len(held_out)
+    train, held_out = (tokenize(rows, tokenizer, cfg.max_prompt_length) for rows in (train, held_out))
+    if dropped := given - len(train) - len(held_out):
+        say(f"{dropped} of {given} prompts dropped: longer than --max-prompt-length {cfg.max_prompt_length}")
+    known = {tuple(row.prompt_ids) for row in held_out}
+    given, train = len(train), [row for row in train if tuple(row.prompt_ids) not in known]
+    if dropped := given - len(train):
+        say(f"{dropped} of {given} training prompts dropped: they are held out as well")
+    if len(train) < cfg.prompts_per_step:
+        raise UserError(f"dataset {cfg.dataset} leaves {len(train)} prompts to train on and {len(held_out)} held out "
+                        f"(--eval-size), fewer than the --prompts-per-step {cfg.prompts_per_step} of one step")
+    return train, held_out
+
+
+class Loader:
+    """An endless stream of rows, each once an epoch, in an order of its own each epoch. Its whole state is `drawn`."""
+
+    def __init__(self, rows: list[Row], seed: int):
+        self.rows, self.seed, self.drawn = rows, seed, 0
+
+    def next(self, n: int) -> list[Row]:
+        """The next n rows, the same ones on every rank."""
+        size, start, self.drawn = len(self.rows), self.drawn, self.drawn + n
+        orders = {epoch: random.Random(f"{self.seed} {epoch}").sample(self.rows, size)
+                  for epoch in range(start // size, (self.drawn - 1) // size + 1)}
+        return [orders[i // size][i % size] for i in range(start, self.drawn)]
+
+
+# --- reward -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sample:
+    """One completion, on its way from the engine to the loss."""
+    row: Row
+    ids: list[int]                  # as the engine returned them, the end token included
+    engine_logprobs: list[float]    # log mu of each, at the sampling temperature
+    truncated: bool                 # cut at max_completion_length
+    text: str
+    reward: float = 0.0
+    advantage: float = 0.0
+    token_weight: float = 0.0       # what one of its tokens weighs in the loss
+
+
+_MAX_CHARS = 400  # a longer text is no final answer; this bounds the digits, and the cost of the regexes marked (*)
+_NOISE = re.compile(r"<\|[^|<>]*\|>|</?s>|<(?:bos|eos|pad|end_of_turn)>|<<[^<>]*>>")  # special tokens, <<6*7=42>>
+_MARKER = re.compile(r"#{4,}+(?![^\w\\\n#]*(?:\d+[.)] +)?[^\W\d_]{2})([^#\n]*)|<answer>([^<]*)")  # no '#### Step 1'
+_LABEL = re.compile(r"(?i)^#+ *\d+[.)]\s.*|^[\s>]*+(?:\d+[.)]\s+(?=[a-z]))?|\b(?:step|part|case|question)\s*+\d+")
+_PROSE = re.compile(r"(?i)\banswer[\s*_\"']*+(?:is\b|[:=：])[\s*_:]*+")
+_RESULT = re.compile(r"(?i)=|≈|(?<![\d\s]):|\b(?:is|equals?|makes?|gives?|gets?|totals?)\b")  # what follows counts
+# A sentence that takes the one before back ('42. Or 43.') stays with it, so that the pair reads as a list of guesses.
+_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])(?!(?:Or|No|Not|Maybe|Perhaps|Wait|Actually)\b)")
+_HEDGE = re.compile(  # (*) not one plain claim; its end finds 'x = 3, y = 4'
+    r"(?i)[<>≤≥≠±]|!=|n['’]t\b|\b(?:n?or|either|between|maybe|perhaps|possibly|not|never|at (?:least|most)"
+    r"|(?:than|over|under|above|below) [$\d-])|\b([a-z]) ?=.*\b(?!\1)[a-z] ?="
+)
+_REWRITES = [(re.compile(old), new) for old, new in (  # (*) LaTeX and typography to plain text, in this order
+    ("[−–‐‑]", "-"), ("—", " : "), ("⁄", "/"), (r"\\[dtc]frac", r"\\frac"), (r"\\left\b|\\right\b|\\!", ""),
+    (r"\\,(?=\d{3}(?!\d))|\{,\}", ","), (r"\\[,;: ()\[\]]|~|\\q?quad\b|\^\s*\{?\s*\\circ\s*\}?|°", " "),
+    (r"\\(?:text|math|operatorname|mbox|boxed)(?:rm|bf|it)?\s*\{([^{}]*)\}", r"\1"), (r"\\?%|(?i:\bper ?cent\b)", "%"),
+    (r"\\frac\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))", r" \1\2/\3\4"),
+    (r"(?<=\d)\s*(?:\\times|\\cdot|[x×*·⋅])\s*10\s*\^\s*(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d+))", r"e\1\2"),
+    (r"(?<=[-+])\s*\\?[$€£¥₹]", ""), (r"\\?[$€£¥₹]|\*\*|(?<!\w)[*_]+|[*_]+(?![\w{])|[`#]", " "), (r"\s+", " "),
+    ("^[ :]+|[ .,;:]+$", ""), (r"(?i:^-|\b(?:minus|negative)) (?=[\d.])", "-"), (r"^\(([A-Za-z])\)$", r"\1"),
+)]
+_PLAIN = r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?!\d)(?:\.\d+)?|\.\d+)"
+_NUMBER = re.compile(  # sign, whole part of a mixed number, numerator, denominator
+    rf"((?<![\w)])[-+])?(?<![\w.])(?:(\d+) +(?=\d+ ?/))?({_PLAIN}(?:[eE][-+]?\d{{1,3}})?)(?: ?/ ?(-?{_PLAIN}))?"
+)
+_SPOILT = re.compile(  # what makes the one number '#' of a text less than its value: operators, variables, scale words
+    r"[\d^_\\√π∞+*×÷·|&=]|[-/] ?\(? ?#|\w\(#|# ?(?:!|[-/]$)|\b[b-fi-kn-rt-zX-Z]\b|#(?:a|[a-z][acexy]|[a-km-z]b)\b"
+    r"|(?i:\b(?:half|third|quarter|dozen|[mb]illion|hundred|thousand|squared|cubed|root|sqrt|pi|sin|cos|tan|log|ln)\b)"
+)
+
+
+def _readings(text: str) -> tuple[Fraction | str, Fraction | str]:
+    """`text` as written and as a share (25% is 25 and 1/4): an exact number if it states just one, else plain text."""
+    if len(text) > _MAX_CHARS:
+        return text, text
+    # NFKC alone would turn 2½ into 21/2, and 5² into 52.
+    text = re.sub("(?=[¼-¾⅐-⅞])", " ", re.sub("(?<![²³¹⁰⁴-⁹⁺⁻])(?=[²³¹⁰⁴-⁹⁺⁻])", "^", text))
+    text = "".join(str(unicodedata.decimal(c, c)) for c in unicodedata.normalize("NFKC", text))
+    for old, new in _REWRITES:
+        text = old.sub(new, text)
+    plain = text.replace(" ", "")
+    text = re.sub(r" \((?:=|[^()]*[a-z]{3})[^()]*\)", lambda m: m[0] if _HEDGE.search(m[0]) else "", text)  # a remark
+    text = re.sub(r"(?<=[A-Za-z]) ?\^ ?(?:\{\d\}|\d)(?!\d)", "", _LABEL.sub("", text))  # a power of a unit, as in m^2
+    head, _, tail = text.rpartition("=")
+    value = text if re.search(r"[,;] |\band\b", head) else tail.strip()
+    numbers = _NUMBER.findall(value)
+    if len(numbers) == 1 and not _HEDGE.search(text) and not _SPOILT.search(_NUMBER.sub("#", value)):
+        sign, whole, top, bottom = (part.replace(",", "") for part in numbers[0])
+        if divisor := Fraction(bottom or 1):
+            number = Fraction(sign + "1") * (Fraction(whole or 0) + Fraction(top) / divisor)
+            return number, number / 100 if "%" in value else number
+    return plain, plain
+
+
+def _marked(text: str) -> list[str]:
+    """The last texts that `text` marks as answers, in order: boxes, '####' lines, <answer> tags, else 'answer is'."""
+    spans, opened = [m.span(m.lastindex) for m in _MARKER.finditer(text)], []  # a stack: deep nesting costs one pass
+    for brace in re.finditer(r"\\[{}]|((\\boxed\s*+)?\{)|(\})", text):
+        if brace[1]:
+            opened.append(brace.end() if brace[2] else None)
+        elif brace[3] and opened and (start := opened.pop()):
+            spans.append((start, brace.start()))
+    found = [text[start:end] for start, end in sorted(spans)[-20:]]
+    if not any(re.search(r"\w", part) for part in found):
+        found = [text[m.end() :].partition("\n")[0].rstrip("! ") for m in list(_PROSE.finditer(text))[-20:]]
+    return [_SENTENCE.split(part.strip())[0] for part in found if re.search(r"\w", part)]
+
+
+def extract_answer(completion: str) -> str | None:
+    """The final answer that `completion` states outside <think>: its last marked one, else its last line's number."""
+    text = _NOISE.sub("\n", completion.rpartition("</think>")[2].partition("<think>")[0])
+    if marked := _marked(text):  # two different answers are a correction, more are a list of guesses
+        return marked[-1] if len({_readings(part) for part in marked}) <= 2 else None
+    for line in reversed(text.splitlines()):
+        for sentence in reversed(_SENTENCE.split(_LABEL.sub("", line).strip())):
+            if re.search(r"[\d¼-¾⅐-⅞]", sentence) and not sentence.endswith("?"):  # a question echoes the prompt
+                found = _RESULT.split(sentence)[-1].strip().rstrip("!")  # here '92!' is an exclamation, no factorial
+                sure = len(sentence) <= _MAX_CHARS and not _HEDGE.search(sentence)
+                return found if sure and isinstance(_readings(found)[0], Fraction) else None
+    return None
+
+
+def answer_is_correct(completion: str, answer) -> bool:
+    """Whether `completion` states the gold `answer`: a number, a text, or a worked solution that marks its answer."""
+    found = extract_answer(completion)  # an integer of very many digits has no `str`
+    if found is None or answer is None or isinstance(answer, int) and abs(answer) >= 10**_MAX_CHARS:
+        return False
+    truth = _readings((_marked(str(answer)) or [str(answer)])[-1])
+    return truth[0] != "" and any(ours == theirs for ours, theirs in zip(_readings(found), truth))
+
+
+def correct(completions: list[str], answer: list, **_) -> list[float]:
+    """The default reward: 1 where the completion's final answer equals the row's `answer`, else 0."""
+    return [float(answer_is_correct(completion, gold)) for completion, gold in zip(completions, answer, strict=True)]
+
+
+def load_reward(spec: str) -> Callable:
+    """The function that --reward names."""
+    if spec == "correct":
+        return correct
+    path, _, name = spec.rpartition(":")
+    if not Path(path).is_file():
+        raise UserError(f"--reward {spec}: there is no file {path!r}; give `correct` or path.py:function")
+    module = importlib.util.module_from_spec(found := importlib.util.spec_from_file_location("reward", path))
+    try:
+        found.loader.exec_module(module)
+    except Exception as e:
+        raise UserError(f"--reward {spec}: importing {path} failed: {type(e).__name__}: {e}") from e
+    if not callable(getattr(module, name, None)):
+        raise UserError(f"--reward {spec}: {path} has no function {name!r}")
+    return getattr(module, name)
+
+
+def call_reward(function: Callable, group: list[Sample]) -> list[float]:
+    """Rewards of completions of one prompt; hands over what the function has parameters for."""
+    columns = {**group[0].row.columns, "prompts": group[0].row.prompt}
+    arguments = {name: [value] * len(group) for name, value in columns.items()}
+    arguments |= {"completions": [s.text for s in group], "completion_ids": [s.ids for s in group]}
+    parameters = inspect.signature(function).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        arguments = {name: value for name, value in arguments.items() if name in parameters}
+    rewards = list(function(**arguments))
+    if len(rewards) != len(group):
+        raise UserError(f"the reward {function.__name__} returned {len(rewards)} values for {len(group)} completions")
+    if not all(isinstance(r, (int, float)) and math.isfinite(r) for r in rewards):
+        raise UserError(f"the reward {function.__name__} must return finite numbers, got {rewards}")
+    return [float(r) for r in rewards]
+
+
+def score(function: Callable, groups: list[list[Sample]]) -> list[str]:
+    """Sets the samples' rewards. A completion on which the function raises gets 0 and a line in what is returned."""
+    failures = []
+    for group in groups:
+        try:
+            rewards = call_reward(function, group)
+        except Exception as e:
+            if isinstance(e, UserError):
+                raise
+            rewards = []    # once more, one at a time, so that the others keep theirs
+            for sample in group:
+                try:
+                    rewards += call_reward(function, [sample])
+                except Exception as e:
+                    rewards.append(0.0)
+                    failures.append(f"{type(e).__name__}: {e}, on {sample.text!r:.200}")
+        for sample, reward in zip(group, rewards, strict=True):
+            sample.reward = reward
+    return failures
+
+
+# --- rollout ----------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """vLLM inside this process, one on each rank, beside the model that trains."""
+
+    def __init__(self, cfg: Config, model_config, tokenizer, stop_ids: list[int], device: torch.device):
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+                       "VLLM_CPU_OMP_THREADS_BIND": "nobind"}    # by default it pins the trainer to one core as well
+        from vllm import LLM
+        self.cfg, self.tokenizer, self.stop_ids, self.cpu, self.asleep = cfg, tokenizer, stop_ids, device.type == "cpu", False
+        self.dtype = torch.bfloat16 if cfg.bf16 else torch.float32
+        sequences = min(cfg.prompts_per_step // dist.get_world_size() * cfg.num_generations, 256 if self.cpu else 1024)
+        if self.cpu:
+            device_options = dict(kv_cache_memory_bytes=cpu_cache_bytes(cfg, model_config, sequences), block_size=32)
+        else:
+            device_options = dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization,
+                                  enable_sleep_mode=cfg.vllm_enable_sleep_mode)
+        try:
+            self.llm = LLM(
+                cfg.model_name_or_path, dtype=self.dtype, seed=cfg.seed + dist.get_rank(), **device_options,
+                distributed_executor_backend="external_launcher",    # this process is the engine's worker
+                load_format="dummy",                                 # random weights: the trainer's follow at once
+                generation_config="vllm",                            # no sampling defaults of the model's own
+                logprobs_mode="processed_logprobs",                  # at the sampling temperature
+                skip_tokenizer_init=True, enable_prefix_caching=True, disable_log_stats=True,
+                max_model_len=cfg.max_length, max_num_seqs=sequences, max_num_batched_tokens=max(8192, cfg.max_length),
+                enforce_eager=self.cpu if cfg.vllm_enforce_eager is None else cfg.vllm_enforce_eager)
+        except (ValueError, RuntimeError) as e:
+            raise UserError(f"vLLM did not start: {(str(e) or type(e).__name__).splitlines()[0]} (short of memory? "
+                            "--vllm-gpu-memory-utilization and --vllm-max-model-length set what it takes)") from e
+
+    def sample(self, rows: list[Row], n: int, temperature: float, seed: int, phase: str) -> list[list[Sample]]:
+        """n completions of each row's prompt; `seed` fixes the draw."""
+        from vllm import SamplingParams
+        torch.manual_seed(seed)    # vLLM draws from this process's global generator: there is no other state to keep
+        params = SamplingParams(n=n, temperature=temperature, max_tokens=self.cfg.max_completion_length, logprobs=0,
+                                flat_logprobs=True, detokenize=False, stop_token_ids=self.stop_ids)
+        outputs = self.llm.generate([{"prompt_token_ids": row.prompt_ids} for row in rows], params, use_tqdm=on_terminal()
+                                    and (lambda *rows, **bar: progress(phase, bar.get("total"), *rows))) if rows else []
+        return [[Sample(row, list(c.token_ids), list(c.logprobs.logprobs), c.finish_reason == "length",
+                        self.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in output.outputs]
+                for row, output in zip(rows, outputs, strict=True)]
+
+    def load(self, policy: "Policy") -> None:
+        """The policy's weights into the live engine: gathered from the shards a tensor at a time, in the engine's dtype,
+        by all ranks in the same order."""
+        self.wake("weights")
+        weights = ((name, whole(p.detach().to(self.dtype))) for name, p in policy.lm.named_parameters())
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if self.cpu and policy.lm.config.tie_word_embeddings:
+            # The CPU build keeps a packed copy of the head, which reloading a tied embedding leaves as it was.
+            self.llm.apply_model(lambda m: m.lm_head.quant_method.process_weights_after_loading(m.lm_head))
+        self.wake("kv_cache")
+        self.llm.reset_prefix_cache()    # it holds keys and values of the old weights
+
+    def sleep(self) -> None:
+        """Frees the engine's GPU memory for training. Level 1: level 2 also drops buffers that no load brings back."""
+        if not self.cpu and self.cfg.vllm_enable_sleep_mode:
+            self.llm.sleep(level=1)
+            self.asleep = True
+
+    def wake(self, tag: str) -> None:
+        if self.asleep:
+            torch.cuda.empty_cache()    # vLLM maps its memory itself: what torch holds in reserve is lost to it
+            self.llm.wake_up(tags=[tag])
+            self.asleep = tag != "kv_cache"
+
+
+def cpu_cache_bytes(cfg: Config, model_config, sequences: int) -> int:
+    """KV cache for `sequences` of full length, as far as --vllm-gpu-memory-utilization of the machine's memory goes."""
+    heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
+    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    tokens = 32 * (math.ceil(cfg.max_length / 32) + 1)    # in blocks of 32
+    one = 2 * model_config.num_hidden_layers * heads * head_dim * tokens * (2 if cfg.bf16 else 4)
+    limit = int(cfg.vllm_gpu_memory_utilization * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if one > limit:
+        raise UserError(f"--vllm-gpu-memory-utilization {cfg.vllm_gpu_memory_utilization} of this machine's memory is "
+                        f"{limit / 2**20:.0f} MiB; one sequence of {cfg.max_length} tokens needs {one / 2**20:.0f}")
+    return min(limit, one * (sequences + 1))
+
+
+# --- advantage --------------------------------------------------------------------------------------------------------
+
+
+def group_advantages(rewards: Tensor, scale_rewards: str = "group") -> Tensor:
+    """Advantage of each completion within its group, (r - mean) / (std + 1e-6) with the population std (section 4.1).
+
+    rewards [B, G]: B groups of G. scale_rewards: "group" divides by the group's std, "batch" by that of all rewards,
+    "none" by nothing (Dr. GRPO, arXiv:2503.20783). Returns [B, G] float32; equal rewards give exactly 0."""
+    r = rewards.double()                                                                # [B, G]
+    advantages = r - r.mean(1, keepdim=True)                                            # [B, G]
+    if scale_rewards != "none":
+        advantages /= (r.std(1, correction=0, keepdim=True) if scale_rewards == "group" else r.std(correction=0)) + 1e-6
+    equal = (r == r[:, :1]).all(1, keepdim=True)    # [B, 1]  not by the std, which rounding keeps from 0
+    return advantages.masked_fill(equal, 0.0).float()
+
+
+def has_signal(group: list[Sample]) -> bool:
+    return any(s.reward != group[0].reward for s in group)
+
+
+def set_token_weights(groups: list[list[Sample]], cfg: Config) -> list[Sample]:
+    """Gives each sample its tokens' share in the mean of one update, over all ranks: the loss is then a plain sum of
+    weighted tokens, however they are split. Returns the samples that are in the loss; the others count in the mean."""
+    samples = [s for group in groups for s in group]
+    in_loss = lambda s: not (cfg.mask_truncated_completions and s.truncated)
+    tokens = sum(len(s.ids) for s in samples if in_loss(s)) or 1
+    for s in samples:
+        s.token_weight = {"grpo": 1 / (len(samples) * len(s.ids)), "dapo": 1 / tokens,
+                          "dr_grpo": 1 / (len(samples) * cfg.max_completion_length)}[cfg.loss_type]
+    signal = {id(s) for group in groups if has_signal(group) for s in group}
+    if not signal:    # a step would only follow the optimizer's momentum
+        return []
+    return [s for s in samples if in_loss(s) and (id(s) in signal or not cfg.skip_zero_std_groups)]
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """A micro-batch: rows of tokens for the model to read, and T scored tokens for the loss."""
+    input_ids: Tensor                       # [1, N] packed, or [rows, length]
+    position_ids: Tensor                    # like input_ids
+    attention: dict[str, Any]               # what tells the model's attention who sees whom
+    score_index: Tensor                     # [T] flat position of the hidden state that predicts the token
+    targets: Tensor                         # [T]
+    advantages: Tensor                      # [T]
+    token_weights: Tensor                   # [T]
+    engine_logprobs: Tensor                 # [T]
+    old_logprobs: Tensor | None = None      # [T] the trainer's, at the weights that sampled
+    ref_logprobs: Tensor | None = None      # [T]
+
+
+EMPTY = Sample(Row("", [0], {}), [0], [0.0], False, "")    # weighs nothing; keeps ranks without samples in step
+
+
+def packed_tokens(samples: list[Sample]) -> int:
+    """Length of a row with these samples: each prompt once, and the completions."""
+    return sum(len(s.ids) for s in samples) + sum({id(s.row): len(s.row.prompt_ids) for s in samples}.values())
+
+
+def split(samples: list[Sample], world_size: int, budget: int) -> list[list[list[Sample]]]:
+    """Deals samples, group after group, into micro-batches: result[rank][micro-batch]. All ranks get the same number of
+    micro-batches, of nearly equal length and of at most `budget` tokens (or of one sample). Only where whole groups
+    would leave them more than 5 % apart is a group cut, its prompt repeated."""
+    before = [0, *itertools.accumulate(len(s.ids) + (i == 0 or s.row is not samples[i - 1].row) * len(s.row.prompt_ids)
+                                       for i, s in enumerate(samples))]    # tokens before sample i
+    groups = [i for i, s in enumerate(samples) if i == 0 or s.row is not samples[i - 1].row] + [len(samples)]
+    anywhere = range(len(samples) + 1)
+
+    def nearest(cuts, tokens):
+        i = bisect_left(cuts, tokens, key=before.__getitem__)
+        return min(cuts[max(0, i - 1):i + 1], key=lambda cut: abs(before[cut] - tokens))
+    for n in itertools.count(max(1, math.ceil(before[-1] / (budget * world_size)))):
+        share = before[-1] / (n * world_size)
+        cuts = [0]
+        for k in range(1, n * world_size):
+            cut = nearest(groups, k * share)
+            cuts.append(cut if abs(before[cut] - k * share) <= 0.05 * share else nearest(anywhere, k * share))
+        pieces = [samples[a:b] for a, b in zip(cuts, [*cuts[1:], len(samples)])]
+        if all(len(piece) < 2 or packed_tokens(piece) <= budget for piece in pieces):
+            return [pieces[rank * n:(rank + 1) * n] for rank in range(world_size)]
+
+
+def pack(samples: list[Sample], packed: bool, device: torch.device) -> Batch:
+    """A micro-batch in one row: each group is its prompt followed by its completions, whose positions all go on from the
+    prompt's. With `packed` off, one padded row a completion. A completion's last token is scored but never read."""
+    ids, positions, score_index, prompts, completions = [], [], [], [], []    # prompts, completions: (prompt, start, end)
+    for _, group in itertools.groupby(samples or [EMPTY], key=(lambda s: id(s.row)) if packed else id):
+        group = list(group)
+        length = len(group[0].row.prompt_ids)
+        prompts.append((len(prompts), len(ids), len(ids) + length))
+        ids += group[0].row.prompt_ids
+        positions += range(length)
+        for s in group:
+            start, end = len(ids), len(ids) + len(s.ids) - 1
+            completions.append((len(prompts) - 1, start, end))
+            score_index += [prompts[-1][2] - 1, *range(start, end)]    # the prompt's end predicts every first token
+            positions += range(length, length + end - start)
+            ids += s.ids[:-1]
+    tensor = lambda values: torch.tensor(values, device=device)
+    per_token = lambda value: tensor([value(s) for s in samples or [EMPTY] for _ in s.ids])
+    flat = lambda value: tensor([v for s in samples or [EMPTY] for v in value(s)])
+    batch = Batch(tensor(ids)[None], tensor(positions)[None], {}, tensor(score_index), flat(lambda s: s.ids),
+                  per_token(lambda s: s.advantage), per_token(lambda s: s.token_weight), flat(lambda s: s.engine_logprobs))
+    attention = (flex_mask if device.type == "cuda" else sequence_tables) if packed else pad_rows
+    batch.attention = attention(batch, prompts, completions)
+    return batch
+
+
+def pad_rows(batch: Batch, prompts: list, completions: list) -> dict:
+    """Turns a batch of groups of one into padded rows, one a completion, under an ordinary mask."""
+    spans = [(start, end) for (_, start, _), (_, _, end) in zip(prompts, completions, strict=True)]
+    width = max(end - start for start, end in spans)
+    rows = lambda x: torch.stack([F.pad(x[0, start:end], (0, width - end + start)) for start, end in spans])
+    row = torch.tensor([i for i, (start, end) in enumerate(spans) for _ in range(start, end)],
+                       device=batch.targets.device)[batch.score_index]                  # [T]
+    batch.score_index = batch.score_index + row * width - torch.tensor([s for s, _ in spans], device=row.device)[row]
+    mask, batch.input_ids, batch.position_ids = map(rows, (torch.ones_like(batch.input_ids), batch.input_ids,
+                                                           batch.position_ids))
+    return {"attention_mask": mask}
+
+
+def flex_mask(batch: Batch, prompts: list, completions: list) -> dict:
+    """On GPUs: FlexAttention's block mask; a token sees its own sequence up to itself, and its prompt."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    n, device = batch.input_ids.numel(), batch.input_ids.device
+    own, prompt = torch.empty(2, n, dtype=torch.long, device=device)                    # [N] each
+    for i, (p, start, end) in enumerate([*prompts, *completions]):
+        own[start:end], prompt[start:end] = i, p
+    sees = lambda b, h, q, k: (q >= k) & ((own[q] == own[k]) | (prompt[q] == own[k]))
+    return {"attention_mask": create_block_mask(sees, None, None, n, n, device=device)}
+
+
+def sequence_tables(batch: Batch, prompts: list, completions: list) -> dict:
+    """On the CPU: where the packed row's sequences lie, for `grouped_attention`."""
+    def table(spans):    # [S, longest] positions, padded with 0; [S, longest] which are real; a causal mask
+        starts, ends = (torch.tensor([span[i] for span in spans])[:, None] for i in (1, 2))
+        index = starts + torch.arange(int((ends - starts).max()))
+        return index.where(index < ends, 0), index < ends, torch.ones(index.shape[1], index.shape[1]).tril().bool()
+    p_index, p_real, p_mask = table(prompts)
+    c_index, c_real, c_mask = table(completions)
+    parent = torch.tensor([p for p, _, _ in completions])                               # [C]
+    c_keys = torch.cat([p_index[parent], c_index], 1)                                   # [C, Lp + Lc]
+    c_mask = torch.cat([p_real[parent][:, None].expand(-1, len(c_mask), -1), c_mask.expand(len(parent), -1, -1)], 2)
+    place = torch.empty(batch.input_ids.numel(), dtype=torch.long)    # [N] of each token among the padded sequences
+    place[p_index[p_real]] = torch.arange(p_index.numel()).view_as(p_index)[p_real]
+    place[c_index[c_real]] = p_index.numel() + torch.arange(c_index.numel()).view_as(c_index)[c_real]
+    return {"tables": [(p_index, p_index, p_mask[None]), (c_index, c_keys, c_mask), place]}
+
+
+def grouped_attention(module, query, key, value, attention_mask, scaling, tables, **kwargs):
+    """Attention over a packed row without the forbidden pairs: the prompts over themselves, the completions over their
+    prompt and themselves. query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                       # [N, heads, D]
+    share, outputs = q.shape[1] // k.shape[1], []
+    for q_index, k_index, mask in tables[:2]:
+        if not q_index.numel():    # every completion is one token: none is read
+            continue
+        # Query heads that share a key head are stacked along the length, so that keys are never repeated.
+        qs = q[q_index].unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [S, K, share * Lq, D]
+        ks, vs = (x[k_index].transpose(1, 2) for x in (k, v))                           # [S, K, Lk, D]
+        out = F.scaled_dot_product_attention(qs, ks, vs, mask.repeat(1, share, 1)[:, None], scale=scaling)
+        outputs.append(out.unflatten(2, (share, q_index.shape[1])).permute(0, 3, 1, 2, 4).reshape(-1, *q.shape[1:]))
+    return torch.cat(outputs)[tables[2]][None], None
+
+
+# --- policy -----------------------------------------------------------------------------------------------------------
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """See token_logprobs. The backward pass recomputes each chunk's logits instead of keeping them."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature):
+        logprobs, entropy, log_z = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))    # [N]
+        for s in chunks(hidden, weight):
+            z = (hidden[s] @ weight.T).float().div_(temperature)                        # [chunk, V]
+            log_z[s] = z.logsumexp(-1)
+            logprobs[s] = z.gather(1, targets[s, None])[:, 0] - log_z[s]
+            entropy[s] = log_z[s] - torch.linalg.vecdot((z - log_z[s, None]).exp_(), z)
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, d_logprobs, d_entropy):
+        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        d_logprobs = torch.zeros_like(log_z) if d_logprobs is None else d_logprobs
+        for s in chunks(hidden, weight):
+            log_p = (hidden[s] @ weight.T).float().div_(ctx.temperature).sub_(log_z[s, None])    # [chunk, V]
+            if d_entropy is None:
+                dz = log_p.exp_().mul_(-d_logprobs[s, None])
+            else:    # d entropy / dz = -p (log p + entropy)
+                dz = -log_p.exp() * (d_logprobs[s, None] + d_entropy[s, None] * (log_p + entropy[s, None]))
+            dz.scatter_add_(1, targets[s, None], d_logprobs[s, None])                   # d logprob / dz = onehot - p
+            dz = dz.div_(ctx.temperature).to(hidden.dtype)
+            d_hidden[s] = dz @ weight
+            d_weight += dz.T @ hidden[s]
+        return d_hidden, d_weight.to(weight.dtype), None, None
+
+
+def chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
+    """Slices of tokens whose logits are held at once: 2**24 on the CPU, near its cache; more for a GPU to be busy."""
+    size = max(1, 2 ** (27 if weight.is_cuda else 24) // len(weight))
+    return (slice(i, i + size) for i in range(0, len(hidden), size))
+
+
+def token_logprobs(hidden: Tensor, lm_head_weight: Tensor, targets: Tensor,
+                   temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target token and entropy of its distribution, in nats, both differentiable.
+
+    hidden [N, D] predicts targets [N] through lm_head_weight [V, D]; the logits are divided by the temperature, and the
+    softmax is in float32 whatever the inputs. Never holds [N, V]: a chunk of tokens at a time. Returns [N], [N]."""
+    return TokenLogprobs.apply(hidden, lm_head_weight, targets, temperature)
+
+
+class Policy(nn.Module):
+    """A causal language model as a function from a batch to the logprobs and entropies of its scored tokens."""
+
+    def __init__(self, lm, temperature: float):
+        super().__init__()
+        self.lm, self.temperature = lm, temperature
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        hidden = self.lm.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False,
+                                    **batch.attention).last_hidden_state                # [rows, length, D]
+        # The head inside this forward: here FSDP has gathered its weight.
+        return token_logprobs(hidden.flatten(0, 1)[batch.score_index], self.lm.get_output_embeddings().weight,
+                              batch.targets, self.temperature)
+
+
+def load_tokenizer(cfg: Config):
+    """The model's config, its tokenizer, and the tokens that end a completion; opens no weights. Raises UserError for a
+    model that can't be found, is too short, or whose logits are more than hidden state times head."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    name = cfg.model_name_or_path
+    try:
+        model_config, tokenizer = AutoConfig.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    except Exception as e:    # transformers has a dozen kinds, most of several lines
+        raise UserError(f"--model-name-or-path {name}: no such folder, and no model hub has it or can be reached "
+                        f"(./run.sh brings a model along): {(str(e) or type(e).__name__).splitlines()[0]}") from e
+    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "quantization_config"):
+        if getattr(model_config, key, None) not in (None, 1):
+            raise UserError(f"{name} has {key} = {getattr(model_config, key)}: only models whose logits are the plain "
+                            "product of hidden state and head can be trained")
+    limit = getattr(model_config, "max_position_embeddings", None)
+    if limit and cfg.max_length > limit:
+        raise UserError(f"--max-prompt-length + --max-completion-length (or --vllm-max-model-length) is "
+                        f"{cfg.max_length}, over the {limit} positions of {name}")
+    try:
+        ends = GenerationConfig.from_pretrained(name).eos_token_id
+    except OSError:    # the file is optional
+        ends = model_config.eos_token_id
+    stop_ids = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    return model_config, tokenizer, sorted(stop_ids)
+
+
+def can_pack(cfg: Config, model_config, device: torch.device) -> bool:
+    """Whether a packed row means what its completions mean alone: every layer has full attention, through the interface
+    of transformers that lets one choose the attention function, and with nothing added to the scores."""
+    from transformers import AutoModelForCausalLM
+    model_class = AutoModelForCausalLM._model_mapping[type(model_config)]
+    window = getattr(model_config, "sliding_window", None) if getattr(model_config, "use_sliding_window", True) else None
+    return (model_class._supports_attention_backend and (device.type == "cpu" or model_class._supports_flex_attn)
+            and set(getattr(model_config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+            and not (window and window < cfg.max_length) and not getattr(model_config, "attn_logit_softcapping", None))
+
+
+def load_policy(cfg: Config, model_config, packed: bool, device: torch.device, trainable: bool) -> Policy:
+    """The model, sharded over all ranks (FSDP2): float32 shards, bfloat16 compute, gradients reduced in float32."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    AttentionInterface.register("grouped", grouped_attention)
+    attention = "sdpa" if not packed else "flex_attention" if device.type == "cuda" else "grouped"
+    lm = AutoModelForCausalLM.from_pretrained(cfg.model_name_or_path, config=model_config, dtype=torch.float32,
+                                              attn_implementation=attention, use_safetensors=True)
+    head = lm.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise UserError(f"{cfg.model_name_or_path}: its head is not a plain matrix product but a {head}")
+    lm.requires_grad_(trainable).eval()    # in eval: dropout would take the ratio of an unchanged policy away from 1
+    policy = Policy(lm, cfg.temperature)
+    layers = [m for m in lm.modules() if type(m).__name__ in (lm._no_split_modules or [])]
+    if trainable and cfg.gradient_checkpointing:
+        lm.gradient_checkpointing_enable()
+        for layer in layers:
+            layer.training = True    # transformers asks for it; what is inside, dropout for one, stays in eval
+    compute = torch.bfloat16 if cfg.bf16 else torch.float32
+    shard = dict(mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
+                 mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+                 offload_policy=CPUOffloadPolicy() if cfg.ref_cpu_offload and not trainable else OffloadPolicy())
+    for layer in layers:
+        fully_shard(layer, **shard)
+    return fully_shard(policy, **shard)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered; all ranks must ask for the same tensors in the same order."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# --- loss -------------------------------------------------------------------------------------------------------------
+
+
+def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, token_weights: Tensor, *,
+                engine_weights: Tensor | float = 1.0, ref_logprobs: Tensor | None = None, epsilon: float = 0.2,
+                epsilon_high: float | None = None, delta: float | None = None,
+                beta: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped surrogate with KL penalty (eq. 3), negated, of T tokens:
+
+        - sum_t token_weights * (engine_weights * min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) - beta KL)
+
+    rho = pi_theta / pi_old; KL = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1 (k3, eq. 4). All tensors are [T]. As
+    token_weights hold the mean's denominator, losses of micro-batches add up. Returns the loss and, over the tokens that
+    weigh anything, sums for the metrics (of ratio_max, the maximum)."""
+    ratio = (logprobs - old_logprobs).exp()                                             # [T]
+    high = 1 + (epsilon if epsilon_high is None else epsilon_high)
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    surrogate = engine_weights * torch.min(bounded * advantages, ratio.clamp(1 - epsilon, high) * advantages)
+    kl = torch.zeros_like(logprobs)                                                     # [T]
+    if ref_logprobs is not None:
+        kl = (ref_logprobs - logprobs).exp() - (ref_logprobs - logprobs) - 1
+    loss = -(token_weights * (surrogate - beta * kl)).sum()
+    with torch.no_grad():
+        real = token_weights > 0                                                        # [T]
+        return loss, {"tokens": real.sum(), "kl": (kl * real).sum(), "ratio_max": (ratio * real).max(),
+                      "clip_low": (real & (ratio < 1 - epsilon) & (advantages < 0)).sum(),
+                      "clip_high": (real & (ratio > high) & (advantages > 0)).sum()}
+
+
+# --- update -----------------------------------------------------------------------------------------------------------
+
+
+def learning_rate(step: int, cfg: Config) -> float:
+    """Of a step counted from 0: a linear warm-up, then as lr_scheduler_type says."""
+    done = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
+    decay = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[cfg.lr_scheduler_type]
+    return cfg.learning_rate * ((step + 1) / cfg.warmup_steps if step < cfg.warmup_steps else decay)
+
+
+def train_on(groups: list[list[Sample]], policy: Policy, reference: Policy | None, optimizer, cfg: Config, packed: bool,
+             device: torch.device) -> dict[str, float]:
+    """All updates of one rollout, which is the whole step's on every rank. Returns metrics over all ranks."""
+    rank, world_size, size = dist.get_rank(), dist.get_world_size(), len(groups) // cfg.num_minibatches
+    minibatches = []    # of each update, this rank's micro-batches
+    for i in range(0, len(groups), size):
+        samples = set_token_weights(groups[i:i + size], cfg)
+        pieces = split(samples, world_size, cfg.tokens_per_micro_batch)[rank] if samples else []
+        minibatches.append([pack(piece, packed, device) for piece in pieces])
+    with torch.no_grad():    # once a rollout, at the weights that sampled
+        for batch in itertools.chain(*minibatches):
+            batch.ref_logprobs = reference(batch)[0] if reference else None
+            if cfg.num_iterations * cfg.num_minibatches > 1:
+                batch.old_logprobs = policy(batch)[0]
+    seen, norms, skipped = [], [], 0
+    with progress("training", cfg.num_iterations * sum(map(len, minibatches))) as bar:
+        for batches in minibatches * cfg.num_iterations:
+            for batch in batches:
+                logprobs, entropy = policy(batch)                                       # [T], [T]
+                if batch.old_logprobs is None:    # a single update: these are the weights that sampled
+                    batch.old_logprobs = logprobs.detach()
+                gap = batch.old_logprobs - batch.engine_logprobs                        # [T] log pi_old/mu
+                loss, sums = policy_loss(
+                    logprobs, batch.old_logprobs, batch.advantages, batch.token_weights,
+                    engine_weights=gap.exp().clamp(max=cfg.vllm_importance_sampling_clip_max)
+                    if cfg.vllm_importance_sampling_correction else 1.0,
+                    ref_logprobs=batch.ref_logprobs, epsilon=cfg.epsilon, epsilon_high=cfg.clip_high, delta=cfg.delta,
+                    beta=cfg.beta)
+                (loss * world_size).backward()    # FSDP takes the ranks' mean gradient; the token weights ask for the sum
+                gap, entropy = ((x.detach() * (batch.token_weights > 0)) for x in (gap.abs(), entropy))
+                seen.append({**sums, "loss": loss.detach(), "entropy": entropy.sum(), "gap": gap.sum(),
+                             "gap_max": gap.max()})
+                bar.update()
+            if batches:
+                norm = whole(nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm))
+            if not batches or not norm.isfinite():
+                skipped += 1
+            else:
+                norms.append(norm.item())
+                optimizer.step()
+            optimizer.zero_grad()
+    names = ("tokens", "kl", "clip_low", "clip_high", "loss", "entropy", "gap", "ratio_max", "gap_max")
+    table = torch.tensor([[float(s[name]) for name in names] for s in seen], dtype=torch.float64).view(-1, len(names))
+    sums, peaks = table.sum(0), torch.cat([table, torch.zeros(1, len(names))]).amax(0)
+    dist.all_reduce(sums)
+    dist.all_reduce(peaks, dist.ReduceOp.MAX)
+    total = dict(zip(names, [*sums[:-2].tolist(), *peaks[-2:].tolist()]))
+    tokens, updates = max(total["tokens"], 1), max(len(norms), 1)
+    return {"policy/loss": total["loss"] / updates, "policy/grad_norm": sum(norms) / updates,
+            "policy/kl": total["kl"] / tokens, "policy/entropy": total["entropy"] / tokens,
+            "policy/clip_low": total["clip_low"] / tokens, "policy/clip_high": total["clip_high"] / tokens,
+            "policy/ratio_max": total["ratio_max"], "policy/engine_gap_mean": total["gap"] / tokens,
+            "policy/engine_gap_max": total["gap_max"], "policy/updates": len(norms), "policy/skipped_updates": skipped}
+
+
+# --- log --------------------------------------------------------------------------------------------------------------
+
+
+def say(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(message, flush=True)
+
+
+def on_terminal() -> bool:
+    return os.environ.get("RANK", "0") == "0" and sys.stderr.isatty()
+
+
+def progress(phase: str, total: int | None, iterable=None):
+    """The progress line of a phase, where there is a terminal to show it."""
+    from tqdm import tqdm
+    return tqdm(iterable, total=total, desc=phase, leave=False, dynamic_ncols=True, disable=not on_terminal())
+
+
+class Run:
+    """The run's folder: config.json, metrics.jsonl, samples.jsonl and at the end the model. Rank 0 writes it."""
+
+    def __init__(self, cfg: Config):
+        chosen = [cfg.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"), None]
+        if dist.get_rank() == 0:
+            folder = Path(chosen[0])
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with open(folder / "config.json", "x") as f:
+                    json.dump(asdict(cfg), f, indent=1)
+            except FileExistsError:
+                chosen[1] = f"--output-dir {folder} already holds a run, or is a file: name another folder"
+            except OSError as e:
+                chosen[1] = f"--output-dir {folder} can't be written: {e}"
+        dist.broadcast_object_list(chosen)    # one clock names the folder for all
+        if chosen[1]:
+            raise UserError(chosen[1])
+        self.folder = Path(chosen[0])
+
+    def write(self, file: str, rows: list[dict]) -> None:
+        if dist.get_rank() == 0:
+            with open(self.folder / file, "a") as f:
+                f.write("".join(json.dumps(row) + "\n" for row in rows))
+
+    def write_samples(self, groups: list[list[Sample]], step: int, split: str) -> None:
+        self.write("samples.jsonl", [
+            {"step": step, "split": split, "prompt": s.row.prompt, "completion": s.text, "reward": s.reward,
+             "advantage": s.advantage} for group in groups for s in group])
+
+
+def sample_metrics(groups: list[list[Sample]]) -> dict[str, float]:
+    """What a step's samples say, over all ranks."""
+    samples = [s for group in groups for s in group]
+    rewards = torch.tensor([[s.reward for s in group] for group in groups], dtype=torch.float64)    # [B, G]
+    mean = lambda value: sum(map(value, samples)) / len(samples)
+    return {"reward/mean": rewards.mean().item(), "reward/std": rewards.std(correction=0).item(),
+            "reward/group_std": rewards.std(1, correction=0).mean().item(),
+            "reward/zero_std_groups": sum(not has_signal(group) for group in groups) / len(groups),
+            "reward/advantage_std": torch.tensor([s.advantage for s in samples]).std(correction=0).item(),
+            "completion/length_mean": mean(lambda s: len(s.ids)), "completion/length_max": max(len(s.ids) for s in samples),
+            "completion/truncated": mean(lambda s: s.truncated),
+            "completion/parsable": mean(lambda s: extract_answer(s.text) is not None)}
+
+
+def step_line(m: dict[str, float], cfg: Config) -> str:
+    left = m["time/elapsed"] / m["step"] * (cfg.max_steps - m["step"])
+    accuracy = [f"accuracy {m['eval/accuracy']:.3f}"] if "eval/accuracy" in m else []
+    return " | ".join([
+        f"step {m['step']:>{len(str(cfg.max_steps))}}/{cfg.max_steps}", f"reward {m['reward/mean']:.3f}", *accuracy,
+        f"length {m['completion/length_mean']:.1f}", f"kl {m['policy/kl']:.4f}",
+        f"clipped {m['policy/clip_low'] + m['policy/clip_high']:.1%}", f"{m['time/tokens_per_second']:.0f} tokens/s",
+        f"{m['time/step']:.1f} s", f"{left // 60:.0f}:{left % 60:02.0f} left"])
+
+
+def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> None:
+    """A checkpoint folder for transformers and vLLM, written beside and renamed when whole."""
+    state = {}
+    for name, p in policy.lm.named_parameters():
+        tensor = whole(p.detach().to(dtype))
+        if dist.get_rank() == 0:
+            state[name] = tensor.cpu()
+    if dist.get_rank() == 0:
+        unfinished = folder.with_name(folder.name + ".unfinished")
+        policy.lm.config.dtype = dtype
+        policy.lm.save_pretrained(unfinished, state_dict=state)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(folder)
+    dist.barrier()
+
+
+# --- train ------------------------------------------------------------------------------------------------------------
+
+
+def rollout(engine: Engine, rows: list[Row], n: int, temperature: float, seed: int, reward: Callable, phase: str
+            ) -> tuple[list[list[Sample]], int]:
+    """Samples and scores this rank's share of the rows. Returns everybody's groups, in the rows' order, and on how many
+    completions the reward raised: every rank then knows the whole step, and only the loss is left to reduce."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    share = rows[len(rows) * rank // world_size:len(rows) * (rank + 1) // world_size]
+    groups = engine.sample(share, n, temperature, seed * world_size + rank, phase)
+    shares = [None] * world_size
+    dist.all_gather_object(shares, (groups, score(reward, groups)))
+    groups, failures = ([x for share in shares for x in share[i]] for i in (0, 1))
+    if failures:
+        say(f"warning: the reward raised on {len(failures)} of {len(rows) * n} completions, which get 0: {failures[-1]}")
+    if len(failures) == len(rows) * n:
+        raise UserError(f"the reward raised on every completion of a step, at last {failures[-1]}")
+    return groups, len(failures)
+
+
+def evaluate(engine: Engine, rows: list[Row], reward: Callable, run: Run, step: int) -> dict[str, float]:
+    """Greedy completions of the held-out problems: their mean reward, and accuracy where every row has an answer."""
+    if not rows:
+        return {}
+    groups, _ = rollout(engine, rows, 1, 0.0, 0, reward, "evaluation")
+    run.write_samples(groups, step, "eval")
+    samples = [s for [s] in groups]
+    metrics = {"eval/reward": sum(s.reward for s in samples) / len(samples)}
+    if all("answer" in row.columns for row in rows):
+        metrics["eval/accuracy"] = sum(answer_is_correct(s.text, s.row.columns["answer"]) for s in samples) / len(samples)
+    return metrics
+
+
+def self_test(engine: Engine, policy: Policy, rows: list[Row], cfg: Config, packed: bool, device: torch.device) -> None:
+    """Engine and trainer must agree on a few samples. The engine began with random weights: a tensor that didn't reach
+    it shows here, and so does a model that vLLM or the packed rows compute differently."""
+    groups = engine.sample(rows, cfg.num_generations, cfg.temperature, cfg.seed, "self-test")
+    batch = pack([s for group in groups for s in group], packed, device)
+    with torch.no_grad():
+        gap = (policy(batch)[0] - batch.engine_logprobs).abs()
+    limit = 0.25 if cfg.bf16 else 1e-3
+    if not gap.mean() <= limit:
+        raise UserError(f"engine and trainer disagree on the same tokens by {gap.mean():.4f} nats in the mean (limit "
+                        f"{limit}), {gap.max():.4f} at most: vLLM has other weights than {cfg.model_name_or_path}, or "
+                        "computes it differently")
+
+
+@contextlib.contextmanager
+def timed(times: dict[str, float], phase: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    times[f"time/{phase}"] = time.perf_counter() - start
+
+
+def train(cfg: Config, device: torch.device) -> None:
+    """The whole job, on every rank. Needs the process group."""
+    reward = load_reward(cfg.reward)
+    model_config, tokenizer, stop_ids = load_tokenizer(cfg)
+    rows, held_out = load_data(cfg, tokenizer)
+    run = Run(cfg)
+    if not (packed := can_pack(cfg, model_config, device)):
+        say("note: the attention of this model can't take packed rows: training on one padded row a completion")
+    policy = load_policy(cfg, model_config, packed, device, trainable=True)
+    reference = load_policy(cfg, model_config, packed, device, trainable=False) if cfg.beta else None
+    optimizer = torch.optim.AdamW(policy.parameters(), betas=(cfg.adam_beta1, cfg.adam_beta2),
+                                  weight_decay=cfg.weight_decay, fused=True)
+    engine = Engine(cfg, model_config, tokenizer, stop_ids, device)
+    engine.load(policy)
+    self_test(engine, policy, rows[:2], cfg, packed, device)
+    loader = Loader(rows, cfg.seed)
+    say(f"{cfg.model_name_or_path} on {dist.get_world_size()} x {device.type}: {cfg.prompts_per_step} prompts x "
+        f"{cfg.num_generations} completions a step, {len(rows)} prompts to train on, {len(held_out)} held out; "
+        f"output in {run.folder}")
+    before = measured = evaluate(engine, held_out, reward, run, 0)
+    run.write("metrics.jsonl", [{"step": 0, "time/elapsed": 0.0, **before}])
+    say(f"before the first step: {', '.join(f'{name} {value:.3f}' for name, value in before.items()) or 'not evaluated'}")
+
+    start = time.perf_counter()
+    for step in range(1, cfg.max_steps + 1):
+        metrics, step_start = {"step": step, "policy/learning_rate": learning_rate(step - 1, cfg)}, time.perf_counter()
+        with timed(metrics, "sampling"):
+            groups, metrics["reward/failures"] = rollout(
+                engine, loader.next(cfg.prompts_per_step), cfg.num_generations, cfg.temperature,
+                cfg.seed * 1_000_003 + step, reward, "sampling")
+        rewards = torch.tensor([[s.reward for s in group] for group in groups])         # [B, G]
+        for group, advantages in zip(groups, group_advantages(rewards, cfg.scale_rewards).tolist(), strict=True):
+            for sample, advantage in zip(group, advantages, strict=True):
+                sample.advantage = advantage
+        run.write_samples(groups, step, "train")
+        engine.sleep()
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = metrics["policy/learning_rate"]
+        with timed(metrics, "training"):
+            metrics |= sample_metrics(groups) | train_on(groups, policy, reference, optimizer, cfg, packed, device)
+        with timed(metrics, "reload"):
+            engine.load(policy)
+        metrics["time/step"] = time.perf_counter() - step_start
+        metrics["time/tokens_per_second"] = sum(len(s.ids) for group in groups for s in group) / metrics["time/step"]
+        if step % cfg.eval_steps == 0 or step == cfg.max_steps:
+            with timed(metrics, "evaluation"):
+                metrics |= (measured := evaluate(engine, held_out, reward, run, step))
+        metrics["time/elapsed"] = time.perf_counter() - start
+        metrics["time/peak_memory_gib"] = (torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else
+                                           resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)    # of rank 0
+        run.write("metrics.jsonl", [metrics])
+        say(step_line(metrics, cfg))
+
+    save_model(policy, tokenizer, run.folder / "model", engine.dtype)
+    for name in before:
+        say(f"{name}: {before[name]:.3f} before, {measured[name]:.3f} after {cfg.max_steps} steps")
+    say(f"{metrics['time/elapsed'] / 60:.1f} minutes of training; the model is in {run.folder / 'model'}: load it with\n"
+        f"  AutoModelForCausalLM.from_pretrained({str(run.folder / 'model')!r})  or  vllm serve {run.folder / 'model'}")
+
+
+def main() -> None:
+    import tyro
+    cfg = tyro.cli(Config, description=__doc__.partition("\n")[0])
+    if "RANK" not in os.environ:    # python grpo.py, without torchrun
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    rank, world_size, local_rank, local_size = (int(os.environ[name]) for name in (
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    try:
+        check_config(cfg, world_size)
+        import transformers
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        warnings.filterwarnings("ignore")
+        if cfg.device != "cpu" and torch.cuda.is_available():
+            device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(device)
+            dist.init_process_group("cpu:gloo,cuda:nccl")
+        else:
+            device = torch.device("cpu")
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))    # torchrun would leave it at 1
+            dist.init_process_group("gloo")
+        train(cfg, device)    # the engine's own exit handler ends the process group
+    except UserError as e:
+        print(f"grpo.py{f' (rank {rank})' if world_size > 1 else ''}: {e}", file=sys.stderr, flush=True)
+        os._exit(2)    # at once: the other ranks may wait in a collective; torchrun ends them
+
+
+if __name__ == "__main__":
+    main()
