@@ -16,22 +16,21 @@ Where it differs from the paper:
  3. A prompt and its completions share one row: the prompt is computed once, not once a completion.
  4. Rewards are rules: functions of the text. There is no reward model, no process supervision.
 """
-import contextlib
 import importlib.util
 import inspect
 import itertools
 import json
+import logging
 import math
+import numbers
 import os
 import random
 import re
 import resource
-import socket
 import sys
 import time
 import unicodedata
 import warnings
-from bisect import bisect_left
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -81,8 +80,6 @@ class Config:
     """Smallest operand."""
     arithmetic_max: int = 99
     """Largest operand."""
-    arithmetic_size: int = 4096
-    """Training problems to make, at most all there are."""
     max_prompt_length: int = 512
     """Prompts of more tokens are dropped, and counted."""
     # Rollout
@@ -143,10 +140,8 @@ class Config:
     """Steps over which the learning rate rises linearly."""
     weight_decay: float = 0.0
     """Of AdamW."""
-    adam_beta1: float = 0.9
-    """Of AdamW."""
-    adam_beta2: float = 0.999
-    """Of AdamW."""
+    adam_beta2: float = 0.95
+    """Of AdamW: how long it remembers squared gradients (0.95: about 20 updates)."""
     max_grad_norm: float = 1.0
     """Longer gradients are scaled down to this norm."""
     tokens_per_micro_batch: int = 8192
@@ -173,23 +168,24 @@ def check_config(c: Config, world_size: int) -> None:
     flag = lambda name: "--" + name.replace("_", "-")
     checks = [(getattr(c, name) > 0, f"{flag(name)} must be above 0, got {getattr(c, name)}") for name in (
         "prompts_per_step", "max_prompt_length", "max_completion_length", "num_iterations", "num_minibatches",
-        "max_steps", "eval_steps", "tokens_per_micro_batch", "arithmetic_size", "learning_rate", "max_grad_norm",
-        "temperature", "epsilon", "clip_high", "vllm_importance_sampling_clip_max")]
+        "max_steps", "eval_steps", "tokens_per_micro_batch", "learning_rate", "max_grad_norm",
+        "temperature", "epsilon", "vllm_importance_sampling_clip_max")]
     checks += [(getattr(c, name) >= 0, f"{flag(name)} must not be negative, got {getattr(c, name)}") for name in (
-        "beta", "weight_decay", "warmup_steps", "eval_size", "adam_beta1", "adam_beta2")]
+        "beta", "weight_decay", "warmup_steps", "eval_size", "adam_beta2")]
     checks += [(getattr(c, name) < 1, f"{flag(name)} must be below 1, got {getattr(c, name)}") for name in (
-        "epsilon", "adam_beta1", "adam_beta2")]
+        "epsilon", "adam_beta2")]
     checks += [
+        (c.clip_high > 0, f"--epsilon-high must be above 0, got {c.clip_high}"),
         (c.num_generations >= 2, f"--num-generations must be at least 2, got {c.num_generations}: a completion is "
          "judged against the others of its group"),
-        (c.prompts_per_step % (world_size * c.num_minibatches) == 0, f"--prompts-per-step {c.prompts_per_step} must be "
+        (c.prompts_per_step % max(1, world_size * c.num_minibatches) == 0, f"--prompts-per-step {c.prompts_per_step} must be "
          f"a multiple of {world_size} processes x --num-minibatches {c.num_minibatches}"),
         (c.delta is None or c.delta > 1 + c.clip_high, f"--delta must be above 1 + epsilon_high = {1 + c.clip_high}, "
          f"got {c.delta}"),
         (0 < c.vllm_gpu_memory_utilization < 1, "--vllm-gpu-memory-utilization is a share between 0 and 1, "
          f"got {c.vllm_gpu_memory_utilization}"),
-        (c.max_length > c.max_completion_length, f"--vllm-max-model-length {c.vllm_max_model_length} leaves no room for "
-         f"a prompt beside --max-completion-length {c.max_completion_length}"),
+        (c.max_length > c.max_completion_length, f"--vllm-max-model-length {c.vllm_max_model_length} leaves no room "
+         f"for a prompt beside --max-completion-length {c.max_completion_length}"),
         (c.arithmetic_operators and set(c.arithmetic_operators) <= set("+-*"), "--arithmetic-operators takes any of "
          f"+ - *, got {c.arithmetic_operators!r}"),
         (c.arithmetic_min <= c.arithmetic_max, f"--arithmetic-min {c.arithmetic_min} is above --arithmetic-max "
@@ -213,12 +209,11 @@ class Row:
 
 
 def arithmetic_rows(cfg: Config) -> tuple[list[dict], list[dict]]:
-    """(training, held-out) two-operand problems without repetition, a + b and b + a being the same problem."""
+    """(training, held-out) two-operand problems that have none in common, not even a + b here and b + a there."""
     operands = range(cfg.arithmetic_min, cfg.arithmetic_max + 1)
     total = len(cfg.arithmetic_operators) * len(operands) ** 2
     train, held_out, known = [], [], set()
-    # A held-out problem can cost training its twin as well.
-    for pick in random.Random(cfg.data_seed).sample(range(total), min(total, cfg.arithmetic_size + 2 * cfg.eval_size)):
+    for pick in random.Random(cfg.data_seed).sample(range(total), min(total, 2**16)):
         pick, b = divmod(pick, len(operands))
         op, a, b = cfg.arithmetic_operators[pick // len(operands)], operands[pick % len(operands)], operands[b]
         answer = {"+": a + b, "-": a - b, "*": a * b}[op]
@@ -227,7 +222,7 @@ def arithmetic_rows(cfg: Config) -> tuple[list[dict], list[dict]]:
         if len(held_out) < cfg.eval_size:
             held_out.append(row)
             known.add(problem)
-        elif problem not in known and len(train) < cfg.arithmetic_size:
+        elif problem not in known:
             train.append(row)
     return train, held_out
 
@@ -237,7 +232,7 @@ def jsonl_rows(path: str, answer_needed: bool) -> list[dict]:
     if not Path(path).is_file():
         raise UserError(f"dataset {path}: no such file (give a JSONL file, or `arithmetic`)")
     rows = []
-    for n, line in enumerate(Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
+    for n, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         if line.strip():
             try:
                 rows.append(json.loads(line))
@@ -252,11 +247,12 @@ def jsonl_rows(path: str, answer_needed: bool) -> list[dict]:
 def check_row(row: Any, answer_needed: bool) -> None:
     if not isinstance(row, dict) or not {"prompt", "question"} & set(row):
         raise UserError(f"a row needs a column `prompt` or `question`, this one is {str(row):.80}")
-    prompt = row.get("prompt", row.get("question"))
+    column = "prompt" if "prompt" in row else "question"
+    prompt = row[column]
     for message in prompt if isinstance(prompt, list) and prompt else [{"role": "user", "content": prompt}]:
         text = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(t, str) and t.strip() for t in text):
-            raise UserError(f"the prompt must be text or a list of {{role, content}}, and not empty: {str(prompt):.80}")
+            raise UserError(f"the {column} must be text or a list of {{role, content}}, and not empty: {str(prompt):.80}")
     answer = row.get("answer")
     if answer_needed and (isinstance(answer, bool) or not isinstance(answer, (str, int, float)) or answer == ""):
         raise UserError("the reward `correct` needs a column `answer` with text or a number"
@@ -458,11 +454,11 @@ def call_reward(function: Callable, group: list[Sample]) -> list[float]:
     parameters = inspect.signature(function).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         arguments = {name: value for name, value in arguments.items() if name in parameters}
-    rewards = list(function(**arguments))
+    rewards, name = list(function(**arguments)), getattr(function, "__name__", function)
     if len(rewards) != len(group):
-        raise UserError(f"the reward {function.__name__} returned {len(rewards)} values for {len(group)} completions")
-    if not all(isinstance(r, (int, float)) and math.isfinite(r) for r in rewards):
-        raise UserError(f"the reward {function.__name__} must return finite numbers, got {rewards}")
+        raise UserError(f"the reward {name} returned {len(rewards)} values for {len(group)} completions")
+    if not all(isinstance(r, numbers.Real) and math.isfinite(r) for r in rewards):
+        raise UserError(f"the reward {name} must return finite numbers, got {rewards}")
     return [float(r) for r in rewards]
 
 
@@ -472,16 +468,14 @@ def score(function: Callable, groups: list[list[Sample]]) -> list[str]:
     for group in groups:
         try:
             rewards = call_reward(function, group)
+        except UserError:
+            raise
         except Exception as e:
-            if isinstance(e, UserError):
-                raise
-            rewards = []    # once more, one at a time, so that the others keep theirs
-            for sample in group:
-                try:
-                    rewards += call_reward(function, [sample])
-                except Exception as e:
-                    rewards.append(0.0)
-                    failures.append(f"{type(e).__name__}: {e}, on {sample.text!r:.200}")
+            if len(group) > 1:    # once more, one at a time: the others keep their rewards
+                failures += score(function, [[sample] for sample in group])
+                continue
+            rewards = [0.0]
+            failures.append(f"{type(e).__name__}: {e}, on {group[0].text!r:.200}")
         for sample, reward in zip(group, rewards, strict=True):
             sample.reward = reward
     return failures
@@ -497,7 +491,8 @@ class Engine:
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
                        "VLLM_CPU_OMP_THREADS_BIND": "nobind"}    # by default it pins the trainer to one core as well
         from vllm import LLM
-        self.cfg, self.tokenizer, self.stop_ids, self.cpu, self.asleep = cfg, tokenizer, stop_ids, device.type == "cpu", False
+        self.cfg, self.tokenizer, self.stop_ids = cfg, tokenizer, stop_ids
+        self.cpu, self.asleep = device.type == "cpu", False
         self.dtype = torch.bfloat16 if cfg.bf16 else torch.float32
         sequences = min(cfg.prompts_per_step // dist.get_world_size() * cfg.num_generations, 256 if self.cpu else 1024)
         if self.cpu:
@@ -525,15 +520,16 @@ class Engine:
         torch.manual_seed(seed)    # vLLM draws from this process's global generator: there is no other state to keep
         params = SamplingParams(n=n, temperature=temperature, max_tokens=self.cfg.max_completion_length, logprobs=0,
                                 flat_logprobs=True, detokenize=False, stop_token_ids=self.stop_ids)
-        outputs = self.llm.generate([{"prompt_token_ids": row.prompt_ids} for row in rows], params, use_tqdm=on_terminal()
-                                    and (lambda *rows, **bar: progress(phase, bar.get("total"), *rows))) if rows else []
+        bar = on_terminal() and (lambda *rows, **options: progress(phase, options.get("total"), *rows))
+        prompts = [{"prompt_token_ids": row.prompt_ids} for row in rows]
+        outputs = self.llm.generate(prompts, params, use_tqdm=bar) if rows else []
         return [[Sample(row, list(c.token_ids), list(c.logprobs.logprobs), c.finish_reason == "length",
                         self.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in output.outputs]
                 for row, output in zip(rows, outputs, strict=True)]
 
     def load(self, policy: "Policy") -> None:
-        """The policy's weights into the live engine: gathered from the shards a tensor at a time, in the engine's dtype,
-        by all ranks in the same order."""
+        """The policy's weights into the live engine: gathered a tensor at a time, in the engine's dtype, by all ranks in
+        the same order."""
         self.wake("weights")
         weights = ((name, whole(p.detach().to(self.dtype))) for name, p in policy.lm.named_parameters())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -631,32 +627,36 @@ def packed_tokens(samples: list[Sample]) -> int:
 
 
 def split(samples: list[Sample], world_size: int, budget: int) -> list[list[list[Sample]]]:
-    """Deals samples, group after group, into micro-batches: result[rank][micro-batch]. All ranks get the same number of
-    micro-batches, of nearly equal length and of at most `budget` tokens (or of one sample). Only where whole groups
-    would leave them more than 5 % apart is a group cut, its prompt repeated."""
-    before = [0, *itertools.accumulate(len(s.ids) + (i == 0 or s.row is not samples[i - 1].row) * len(s.row.prompt_ids)
-                                       for i, s in enumerate(samples))]    # tokens before sample i
-    groups = [i for i, s in enumerate(samples) if i == 0 or s.row is not samples[i - 1].row] + [len(samples)]
-    anywhere = range(len(samples) + 1)
-
-    def nearest(cuts, tokens):
-        i = bisect_left(cuts, tokens, key=before.__getitem__)
-        return min(cuts[max(0, i - 1):i + 1], key=lambda cut: abs(before[cut] - tokens))
-    for n in itertools.count(max(1, math.ceil(before[-1] / (budget * world_size)))):
-        share = before[-1] / (n * world_size)
-        cuts = [0]
-        for k in range(1, n * world_size):
-            cut = nearest(groups, k * share)
-            cuts.append(cut if abs(before[cut] - k * share) <= 0.05 * share else nearest(anywhere, k * share))
-        pieces = [samples[a:b] for a, b in zip(cuts, [*cuts[1:], len(samples)])]
-        if all(len(piece) < 2 or packed_tokens(piece) <= budget for piece in pieces):
-            return [pieces[rank * n:(rank + 1) * n] for rank in range(world_size)]
+    """Deals samples, group after group, into micro-batches: result[rank][micro-batch]. Ranks get nearly equal tokens and
+    the same number of micro-batches, each of at most `budget` tokens or of one sample. A group is cut, its prompt
+    repeated, only if it is over the budget or whole groups would take a rank more than 5 % from its share."""
+    first = [i == 0 or s.row is not samples[i - 1].row for i, s in enumerate(samples)] + [True]
+    before = [0, *itertools.accumulate(len(s.ids) + new * len(s.row.prompt_ids) for s, new in zip(samples, first))]
+    share, cuts = before[-1] / world_size, [0]
+    for k in range(1, world_size):
+        off = lambda cut: abs(before[cut] - k * share)
+        anywhere = min(range(len(before)), key=off)
+        whole_groups = min((i for i, new in enumerate(first) if new), key=off)
+        cuts.append(whole_groups if off(whole_groups) <= 0.025 * share else anywhere)
+    ranks = []
+    for a, b in zip(cuts, [*cuts[1:], len(samples)]):
+        pieces = [[]]
+        for _, group in itertools.groupby(samples[a:b], key=lambda s: id(s.row)):
+            group = list(group)
+            for part in [group] if packed_tokens(group) <= budget else [[s] for s in group]:
+                if pieces[-1] and packed_tokens(pieces[-1] + part) > budget:
+                    pieces.append([])
+                pieces[-1] += part
+        ranks.append(pieces)
+    most = max(map(len, ranks))
+    return [pieces + [[]] * (most - len(pieces)) for pieces in ranks]
 
 
 def pack(samples: list[Sample], packed: bool, device: torch.device) -> Batch:
-    """A micro-batch in one row: each group is its prompt followed by its completions, whose positions all go on from the
+    """A micro-batch in one row: each group is its prompt and then its completions, whose positions all go on from the
     prompt's. With `packed` off, one padded row a completion. A completion's last token is scored but never read."""
-    ids, positions, score_index, prompts, completions = [], [], [], [], []    # prompts, completions: (prompt, start, end)
+    ids, positions, score_index = [], [], []
+    prompts, completions = [], []    # (number of the prompt, start, end) of each
     for _, group in itertools.groupby(samples or [EMPTY], key=(lambda s: id(s.row)) if packed else id):
         group = list(group)
         length = len(group[0].row.prompt_ids)
@@ -673,7 +673,8 @@ def pack(samples: list[Sample], packed: bool, device: torch.device) -> Batch:
     per_token = lambda value: tensor([value(s) for s in samples or [EMPTY] for _ in s.ids])
     flat = lambda value: tensor([v for s in samples or [EMPTY] for v in value(s)])
     batch = Batch(tensor(ids)[None], tensor(positions)[None], {}, tensor(score_index), flat(lambda s: s.ids),
-                  per_token(lambda s: s.advantage), per_token(lambda s: s.token_weight), flat(lambda s: s.engine_logprobs))
+                  per_token(lambda s: s.advantage), per_token(lambda s: s.token_weight),
+                  flat(lambda s: s.engine_logprobs))
     attention = (flex_mask if device.type == "cuda" else sequence_tables) if packed else pad_rows
     batch.attention = attention(batch, prompts, completions)
     return batch
@@ -724,14 +725,19 @@ def grouped_attention(module, query, key, value, attention_mask, scaling, tables
     """Attention over a packed row without the forbidden pairs: the prompts over themselves, the completions over their
     prompt and themselves. query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                       # [N, heads, D]
-    share, outputs = q.shape[1] // k.shape[1], []
+    share, outputs, exact = q.shape[1] // k.shape[1], [], torch.promote_types(q.dtype, torch.float32)
     for q_index, k_index, mask in tables[:2]:
         if not q_index.numel():    # every completion is one token: none is read
             continue
         # Query heads that share a key head are stacked along the length, so that keys are never repeated.
         qs = q[q_index].unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [S, K, share * Lq, D]
         ks, vs = (x[k_index].transpose(1, 2) for x in (k, v))                           # [S, K, Lk, D]
-        out = F.scaled_dot_product_attention(qs, ks, vs, mask.repeat(1, share, 1)[:, None], scale=scaling)
+        mask = mask.repeat(1, share, 1)[:, None]                                        # [S, 1, share * Lq, Lk]
+        if ks.shape[2] <= 128:    # torch's kernel is made for long sequences: plain products take a third of its time
+            scores = (qs.to(exact) @ ks.to(exact).mT).mul_(scaling).masked_fill_(~mask, -torch.inf)
+            out = scores.softmax(-1).to(vs.dtype) @ vs
+        else:
+            out = F.scaled_dot_product_attention(qs, ks, vs, mask, scale=scaling)
         outputs.append(out.unflatten(2, (share, q_index.shape[1])).permute(0, 3, 1, 2, 4).reshape(-1, *q.shape[1:]))
     return torch.cat(outputs)[tables[2]][None], None
 
@@ -748,8 +754,9 @@ class TokenLogprobs(torch.autograd.Function):
         for s in chunks(hidden, weight):
             z = (hidden[s] @ weight.T).float().div_(temperature)                        # [chunk, V]
             log_z[s] = z.logsumexp(-1)
-            logprobs[s] = z.gather(1, targets[s, None])[:, 0] - log_z[s]
-            entropy[s] = log_z[s] - torch.linalg.vecdot((z - log_z[s, None]).exp_(), z)
+            log_p = z.sub_(log_z[s, None])
+            logprobs[s] = log_p.gather(1, targets[s, None])[:, 0]
+            entropy[s] = -torch.linalg.vecdot(log_p.exp(), log_p)
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -813,7 +820,8 @@ def load_tokenizer(cfg: Config):
     except Exception as e:    # transformers has a dozen kinds, most of several lines
         raise UserError(f"--model-name-or-path {name}: no such folder, and no model hub has it or can be reached "
                         f"(./run.sh brings a model along): {(str(e) or type(e).__name__).splitlines()[0]}") from e
-    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "quantization_config"):
+    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier",
+                "quantization_config"):
         if getattr(model_config, key, None) not in (None, 1):
             raise UserError(f"{name} has {key} = {getattr(model_config, key)}: only models whose logits are the plain "
                             "product of hidden state and head can be trained")
@@ -834,7 +842,7 @@ def can_pack(cfg: Config, model_config, device: torch.device) -> bool:
     of transformers that lets one choose the attention function, and with nothing added to the scores."""
     from transformers import AutoModelForCausalLM
     model_class = AutoModelForCausalLM._model_mapping[type(model_config)]
-    window = getattr(model_config, "sliding_window", None) if getattr(model_config, "use_sliding_window", True) else None
+    window = getattr(model_config, "use_sliding_window", True) and getattr(model_config, "sliding_window", None)
     return (model_class._supports_attention_backend and (device.type == "cpu" or model_class._supports_flex_attn)
             and set(getattr(model_config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
             and not (window and window < cfg.max_length) and not getattr(model_config, "attn_logit_softcapping", None))
@@ -885,8 +893,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, toke
         - sum_t token_weights * (engine_weights * min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) - beta KL)
 
     rho = pi_theta / pi_old; KL = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1 (k3, eq. 4). All tensors are [T]. As
-    token_weights hold the mean's denominator, losses of micro-batches add up. Returns the loss and, over the tokens that
-    weigh anything, sums for the metrics (of ratio_max, the maximum)."""
+    token_weights hold the mean's denominator, losses of micro-batches add up. Returns the loss and, over tokens of some
+    weight, sums for the metrics (of ratio_max, the maximum)."""
     ratio = (logprobs - old_logprobs).exp()                                             # [T]
     high = 1 + (epsilon if epsilon_high is None else epsilon_high)
     bounded = ratio if delta is None else ratio.clamp(max=delta)
@@ -924,7 +932,7 @@ def train_on(groups: list[list[Sample]], policy: Policy, reference: Policy | Non
     with torch.no_grad():    # once a rollout, at the weights that sampled
         for batch in itertools.chain(*minibatches):
             batch.ref_logprobs = reference(batch)[0] if reference else None
-            if cfg.num_iterations * cfg.num_minibatches > 1:
+            if cfg.num_minibatches > 1:
                 batch.old_logprobs = policy(batch)[0]
     seen, norms, skipped = [], [], 0
     with progress("training", cfg.num_iterations * sum(map(len, minibatches))) as bar:
@@ -940,7 +948,7 @@ def train_on(groups: list[list[Sample]], policy: Policy, reference: Policy | Non
                     if cfg.vllm_importance_sampling_correction else 1.0,
                     ref_logprobs=batch.ref_logprobs, epsilon=cfg.epsilon, epsilon_high=cfg.clip_high, delta=cfg.delta,
                     beta=cfg.beta)
-                (loss * world_size).backward()    # FSDP takes the ranks' mean gradient; the token weights ask for the sum
+                (loss * world_size).backward()    # FSDP takes the mean of the ranks' gradients, we want the sum
                 gap, entropy = ((x.detach() * (batch.token_weights > 0)) for x in (gap.abs(), entropy))
                 seen.append({**sums, "loss": loss.detach(), "entropy": entropy.sum(), "gap": gap.sum(),
                              "gap_max": gap.max()})
@@ -1025,9 +1033,16 @@ def sample_metrics(groups: list[list[Sample]]) -> dict[str, float]:
             "reward/group_std": rewards.std(1, correction=0).mean().item(),
             "reward/zero_std_groups": sum(not has_signal(group) for group in groups) / len(groups),
             "reward/advantage_std": torch.tensor([s.advantage for s in samples]).std(correction=0).item(),
-            "completion/length_mean": mean(lambda s: len(s.ids)), "completion/length_max": max(len(s.ids) for s in samples),
+            "completion/tokens": sum(len(s.ids) for s in samples), "completion/length_mean": mean(lambda s: len(s.ids)),
+            "completion/length_max": max(len(s.ids) for s in samples),
             "completion/truncated": mean(lambda s: s.truncated),
             "completion/parsable": mean(lambda s: extract_answer(s.text) is not None)}
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Of this rank so far: on its GPU, or of its process."""
+    return (torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda"
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 
 def step_line(m: dict[str, float], cfg: Config) -> str:
@@ -1070,7 +1085,8 @@ def rollout(engine: Engine, rows: list[Row], n: int, temperature: float, seed: i
     dist.all_gather_object(shares, (groups, score(reward, groups)))
     groups, failures = ([x for share in shares for x in share[i]] for i in (0, 1))
     if failures:
-        say(f"warning: the reward raised on {len(failures)} of {len(rows) * n} completions, which get 0: {failures[-1]}")
+        say(f"warning: the reward raised on {len(failures)} of {len(rows) * n} completions, which get 0: "
+            + failures[-1])
     if len(failures) == len(rows) * n:
         raise UserError(f"the reward raised on every completion of a step, at last {failures[-1]}")
     return groups, len(failures)
@@ -1085,7 +1101,8 @@ def evaluate(engine: Engine, rows: list[Row], reward: Callable, run: Run, step: 
     samples = [s for [s] in groups]
     metrics = {"eval/reward": sum(s.reward for s in samples) / len(samples)}
     if all("answer" in row.columns for row in rows):
-        metrics["eval/accuracy"] = sum(answer_is_correct(s.text, s.row.columns["answer"]) for s in samples) / len(samples)
+        hits = [answer_is_correct(s.text, s.row.columns["answer"]) for s in samples]
+        metrics["eval/accuracy"] = sum(hits) / len(hits)
     return metrics
 
 
@@ -1103,13 +1120,6 @@ def self_test(engine: Engine, policy: Policy, rows: list[Row], cfg: Config, pack
                         "computes it differently")
 
 
-@contextlib.contextmanager
-def timed(times: dict[str, float], phase: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    times[f"time/{phase}"] = time.perf_counter() - start
-
-
 def train(cfg: Config, device: torch.device) -> None:
     """The whole job, on every rank. Needs the process group."""
     reward = load_reward(cfg.reward)
@@ -1120,7 +1130,7 @@ def train(cfg: Config, device: torch.device) -> None:
         say("note: the attention of this model can't take packed rows: training on one padded row a completion")
     policy = load_policy(cfg, model_config, packed, device, trainable=True)
     reference = load_policy(cfg, model_config, packed, device, trainable=False) if cfg.beta else None
-    optimizer = torch.optim.AdamW(policy.parameters(), betas=(cfg.adam_beta1, cfg.adam_beta2),
+    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, cfg.adam_beta2),
                                   weight_decay=cfg.weight_decay, fused=True)
     engine = Engine(cfg, model_config, tokenizer, stop_ids, device)
     engine.load(policy)
@@ -1131,70 +1141,69 @@ def train(cfg: Config, device: torch.device) -> None:
         f"output in {run.folder}")
     before = measured = evaluate(engine, held_out, reward, run, 0)
     run.write("metrics.jsonl", [{"step": 0, "time/elapsed": 0.0, **before}])
-    say(f"before the first step: {', '.join(f'{name} {value:.3f}' for name, value in before.items()) or 'not evaluated'}")
+    if before:
+        say("before the first step: " + ", ".join(f"{name} {value:.3f}" for name, value in before.items()))
 
     start = time.perf_counter()
     for step in range(1, cfg.max_steps + 1):
-        metrics, step_start = {"step": step, "policy/learning_rate": learning_rate(step - 1, cfg)}, time.perf_counter()
-        with timed(metrics, "sampling"):
-            groups, metrics["reward/failures"] = rollout(
-                engine, loader.next(cfg.prompts_per_step), cfg.num_generations, cfg.temperature,
-                cfg.seed * 1_000_003 + step, reward, "sampling")
+        began = time.perf_counter()
+        groups, failures = rollout(engine, loader.next(cfg.prompts_per_step), cfg.num_generations, cfg.temperature,
+                                   cfg.seed * 1_000_003 + step, reward, "sampling")
         rewards = torch.tensor([[s.reward for s in group] for group in groups])         # [B, G]
         for group, advantages in zip(groups, group_advantages(rewards, cfg.scale_rewards).tolist(), strict=True):
             for sample, advantage in zip(group, advantages, strict=True):
                 sample.advantage = advantage
         run.write_samples(groups, step, "train")
         engine.sleep()
+        sampled = time.perf_counter()
         for parameters in optimizer.param_groups:
-            parameters["lr"] = metrics["policy/learning_rate"]
-        with timed(metrics, "training"):
-            metrics |= sample_metrics(groups) | train_on(groups, policy, reference, optimizer, cfg, packed, device)
-        with timed(metrics, "reload"):
-            engine.load(policy)
-        metrics["time/step"] = time.perf_counter() - step_start
-        metrics["time/tokens_per_second"] = sum(len(s.ids) for group in groups for s in group) / metrics["time/step"]
+            parameters["lr"] = learning_rate(step - 1, cfg)
+        metrics = {"step": step, **sample_metrics(groups), "reward/failures": failures,
+                   **train_on(groups, policy, reference, optimizer, cfg, packed, device),
+                   "policy/learning_rate": learning_rate(step - 1, cfg)}
+        trained = time.perf_counter()
+        engine.load(policy)
+        loaded = time.perf_counter()
+        metrics |= {"time/sampling": sampled - began, "time/training": trained - sampled,
+                    "time/reload": loaded - trained, "time/step": loaded - began,
+                    "time/tokens_per_second": metrics["completion/tokens"] / (loaded - began)}
         if step % cfg.eval_steps == 0 or step == cfg.max_steps:
-            with timed(metrics, "evaluation"):
-                metrics |= (measured := evaluate(engine, held_out, reward, run, step))
-        metrics["time/elapsed"] = time.perf_counter() - start
-        metrics["time/peak_memory_gib"] = (torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else
-                                           resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)    # of rank 0
-        run.write("metrics.jsonl", [metrics])
+            measured = evaluate(engine, held_out, reward, run, step)
+            metrics |= {**measured, "time/evaluation": time.perf_counter() - loaded}
+        metrics |= {"time/elapsed": time.perf_counter() - start, "time/peak_memory_gib": peak_memory_gib(device)}
+        run.write("metrics.jsonl", [{name: value if math.isfinite(value) else None for name, value in metrics.items()}])
         say(step_line(metrics, cfg))
 
     save_model(policy, tokenizer, run.folder / "model", engine.dtype)
     for name in before:
         say(f"{name}: {before[name]:.3f} before, {measured[name]:.3f} after {cfg.max_steps} steps")
-    say(f"{metrics['time/elapsed'] / 60:.1f} minutes of training; the model is in {run.folder / 'model'}: load it with\n"
-        f"  AutoModelForCausalLM.from_pretrained({str(run.folder / 'model')!r})  or  vllm serve {run.folder / 'model'}")
+    model = run.folder / "model"
+    say(f"{metrics['time/elapsed'] / 60:.1f} minutes of training; the model is in {model}: load it with\n"
+        f"  AutoModelForCausalLM.from_pretrained({str(model)!r})   or   vllm serve {model}")
 
 
 def main() -> None:
     import tyro
     cfg = tyro.cli(Config, description=__doc__.partition("\n")[0])
-    if "RANK" not in os.environ:    # python grpo.py, without torchrun
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
-    rank, world_size, local_rank, local_size = (int(os.environ[name]) for name in (
-        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    rank, world_size, local_rank, local_size = (int(os.environ.get(name, default)) for name, default in (
+        ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
     try:
         check_config(cfg, world_size)
+        if "RANK" not in os.environ:
+            raise UserError("start it with torchrun: torchrun --standalone --nproc-per-node <GPUs, or 1> grpo.py ...")
         import transformers
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
+        logging.getLogger("vllm").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore")
-        if cfg.device != "cpu" and torch.cuda.is_available():
-            device = torch.device("cuda", local_rank)
+        gpu = cfg.device != "cpu" and torch.cuda.is_available()
+        device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
+        if gpu:
             torch.cuda.set_device(device)
-            dist.init_process_group("cpu:gloo,cuda:nccl")
         else:
-            device = torch.device("cpu")
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))    # torchrun would leave it at 1
-            dist.init_process_group("gloo")
-        train(cfg, device)    # the engine's own exit handler ends the process group
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        train(cfg, device)    # the engine's exit handler ends the process group
     except UserError as e:
         print(f"grpo.py{f' (rank {rank})' if world_size > 1 else ''}: {e}", file=sys.stderr, flush=True)
         os._exit(2)    # at once: the other ranks may wait in a collective; torchrun ends them
