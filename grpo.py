@@ -130,7 +130,7 @@ class Config:
     vllm_importance_sampling_clip_max: float = 2.0
     """Where that weight is cut."""
     # Optimization
-    max_steps: int = 60
+    max_steps: int = 70
     """Steps, one rollout each."""
     learning_rate: float = 3e-5
     """Peak learning rate of AdamW."""
@@ -781,8 +781,8 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Slices of tokens whose logits are held at once: 2**24 on the CPU, near its cache; more for a GPU to be busy."""
-    size = max(1, 2 ** (27 if weight.is_cuda else 24) // len(weight))
+    """Slices of tokens whose logits are held at once: 2**23 on the CPU, near its cache; more to keep a GPU busy."""
+    size = max(1, 2 ** (27 if weight.is_cuda else 23) // len(weight))
     return (slice(i, i + size) for i in range(0, len(hidden), size))
 
 
