@@ -868,9 +868,10 @@ def load_policy(cfg: Config, model_config, packed: bool, device: torch.device, t
         for layer in layers:
             layer.training = True    # transformers asks for it; what is inside, dropout for one, stays in eval
     compute = torch.bfloat16 if cfg.bf16 else torch.float32
+    offload = cfg.ref_cpu_offload and not trainable and device.type == "cuda"    # on a CPU mesh it can hang
     shard = dict(mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
                  mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
-                 offload_policy=CPUOffloadPolicy() if cfg.ref_cpu_offload and not trainable else OffloadPolicy())
+                 offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
     for layer in layers:
         fully_shard(layer, **shard)
     return fully_shard(policy, **shard)
