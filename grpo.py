@@ -16,7 +16,7 @@ Where it differs from the paper:
  3. A prompt and its completions share one row: the prompt is computed once, not once a completion.
  4. Rewards are rules: functions of the text. There is no reward model, no process supervision.
 """
-import importlib.util
+import functools
 import inspect
 import itertools
 import json
@@ -27,6 +27,7 @@ import os
 import random
 import re
 import resource
+import runpy
 import sys
 import time
 import unicodedata
@@ -41,10 +42,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 
 class UserError(Exception):
     """Something the user can put right: shown as one line, without a traceback."""
+
+
+def need(right: Any, complaint: str) -> None:
+    if not right:
+        raise UserError(complaint)
 
 
 # --- config -----------------------------------------------------------------------------------------------------------
@@ -165,36 +172,28 @@ class Config:
 
 def check_config(c: Config, world_size: int) -> None:
     """What flags alone can get wrong. Raises UserError naming the flag and what would be right."""
-    flag = lambda name: "--" + name.replace("_", "-")
-    checks = [(getattr(c, name) > 0, f"{flag(name)} must be above 0, got {getattr(c, name)}") for name in (
-        "prompts_per_step", "max_prompt_length", "max_completion_length", "num_iterations", "num_minibatches",
-        "max_steps", "eval_steps", "tokens_per_micro_batch", "learning_rate", "max_grad_norm",
-        "temperature", "epsilon", "vllm_importance_sampling_clip_max")]
-    checks += [(getattr(c, name) >= 0, f"{flag(name)} must not be negative, got {getattr(c, name)}") for name in (
-        "beta", "weight_decay", "warmup_steps", "eval_size", "adam_beta2")]
-    checks += [(getattr(c, name) < 1, f"{flag(name)} must be below 1, got {getattr(c, name)}") for name in (
-        "epsilon", "adam_beta2")]
-    checks += [
-        (c.clip_high > 0, f"--epsilon-high must be above 0, got {c.clip_high}"),
-        (c.num_generations >= 2, f"--num-generations must be at least 2, got {c.num_generations}: a completion is "
-         "judged against the others of its group"),
-        (c.prompts_per_step % max(1, world_size * c.num_minibatches) == 0, f"--prompts-per-step {c.prompts_per_step} must be "
-         f"a multiple of {world_size} processes x --num-minibatches {c.num_minibatches}"),
-        (c.delta is None or c.delta > 1 + c.clip_high, f"--delta must be above 1 + epsilon_high = {1 + c.clip_high}, "
-         f"got {c.delta}"),
-        (0 < c.vllm_gpu_memory_utilization < 1, "--vllm-gpu-memory-utilization is a share between 0 and 1, "
-         f"got {c.vllm_gpu_memory_utilization}"),
-        (c.max_length > c.max_completion_length, f"--vllm-max-model-length {c.vllm_max_model_length} leaves no room "
-         f"for a prompt beside --max-completion-length {c.max_completion_length}"),
-        (c.arithmetic_operators and set(c.arithmetic_operators) <= set("+-*"), "--arithmetic-operators takes any of "
-         f"+ - *, got {c.arithmetic_operators!r}"),
-        (c.arithmetic_min <= c.arithmetic_max, f"--arithmetic-min {c.arithmetic_min} is above --arithmetic-max "
-         f"{c.arithmetic_max}"),
-        (c.device != "cuda" or torch.cuda.is_available(), "--device cuda, but torch sees no GPU: install a CUDA build "
-         "of torch and check nvidia-smi, or give --device cpu")]
-    for ok, message in checks:
-        if not ok:
-            raise UserError(message)
+    for names, is_right, complaint in (
+            ("prompts_per_step max_prompt_length max_completion_length num_iterations num_minibatches max_steps "
+             "eval_steps tokens_per_micro_batch learning_rate max_grad_norm temperature epsilon epsilon_high "
+             "vllm_importance_sampling_clip_max", lambda x: x is None or x > 0, "must be above 0, got {}"),
+            ("beta weight_decay warmup_steps eval_size adam_beta2", lambda x: x >= 0, "must not be negative, got {}"),
+            ("epsilon adam_beta2", lambda x: x < 1, "must be below 1, got {}"),
+            ("num_generations", lambda x: x >= 2,
+             "must be at least 2, got {}: a completion is judged against the others of its group"),
+            ("prompts_per_step", lambda x: x % (world_size * c.num_minibatches) == 0,
+             f"{{}} must be a multiple of {world_size} processes x --num-minibatches {c.num_minibatches}"),
+            ("delta", lambda x: x is None or x > 1 + c.clip_high,
+             f"must be above 1 + epsilon_high = {1 + c.clip_high}, got {{}}"),
+            ("vllm_gpu_memory_utilization", lambda x: 0 < x < 1, "is a share between 0 and 1, got {}"),
+            ("vllm_max_model_length", lambda x: c.max_length > c.max_completion_length,
+             f"{{}} leaves no room for a prompt beside --max-completion-length {c.max_completion_length}"),
+            ("arithmetic_operators", lambda x: x and set(x) <= set("+-*"), "takes any of + - *, got {!r}"),
+            ("arithmetic_min", lambda x: x <= c.arithmetic_max, f"{{}} is above --arithmetic-max {c.arithmetic_max}"),
+            ("device", lambda x: x != "cuda" or torch.cuda.is_available(), "{}, but torch sees no GPU: install a CUDA "
+             "build of torch and check nvidia-smi, or give --device cpu")):
+        for name in names.split():
+            value = getattr(c, name)
+            need(is_right(value), f"--{name.replace('_', '-')} {complaint.format(value)}")
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -210,27 +209,22 @@ class Row:
 
 def arithmetic_rows(cfg: Config) -> tuple[list[dict], list[dict]]:
     """(training, held-out) two-operand problems that have none in common, not even a + b here and b + a there."""
-    operands = range(cfg.arithmetic_min, cfg.arithmetic_max + 1)
-    total = len(cfg.arithmetic_operators) * len(operands) ** 2
-    train, held_out, known = [], [], set()
-    for pick in random.Random(cfg.data_seed).sample(range(total), min(total, 2**16)):
-        pick, b = divmod(pick, len(operands))
-        op, a, b = cfg.arithmetic_operators[pick // len(operands)], operands[pick % len(operands)], operands[b]
-        answer = {"+": a + b, "-": a - b, "*": a * b}[op]
-        row = {"question": f"What is {a} {op} {b}? Answer with only the number.", "answer": answer}
-        problem = (op, a, b) if op == "-" else (op, min(a, b), max(a, b))
-        if len(held_out) < cfg.eval_size:
-            held_out.append(row)
-            known.add(problem)
-        elif problem not in known:
-            train.append(row)
-    return train, held_out
+    operators, operands = cfg.arithmetic_operators, range(cfg.arithmetic_min, cfg.arithmetic_max + 1)
+    n, total = len(operands), len(operators) * len(operands) ** 2
+    problems = [(operators[i // n**2], operands[i // n % n], operands[i % n])
+                for i in random.Random(cfg.data_seed).sample(range(total), min(total, 2**16))]
+    row = lambda op, a, b: {"question": f"What is {a} {op} {b}? Answer with only the number.",
+                            "answer": {"+": a + b, "-": a - b, "*": a * b}[op]}
+    twins = lambda op, a, b: (op, a, b) if op == "-" else (op, min(a, b), max(a, b))
+    held_out = problems[:cfg.eval_size]
+    known = {twins(*problem) for problem in held_out}
+    train = [problem for problem in problems[cfg.eval_size:] if twins(*problem) not in known]
+    return [row(*problem) for problem in train], [row(*problem) for problem in held_out]
 
 
 def jsonl_rows(path: str, answer_needed: bool) -> list[dict]:
     """Rows of a JSONL file. Raises UserError naming the file, the line and what is wrong there."""
-    if not Path(path).is_file():
-        raise UserError(f"dataset {path}: no such file (give a JSONL file, or `arithmetic`)")
+    need(Path(path).is_file(), f"dataset {path}: no such file (give a JSONL file, or `arithmetic`)")
     rows = []
     for n, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         if line.strip():
@@ -239,8 +233,7 @@ def jsonl_rows(path: str, answer_needed: bool) -> list[dict]:
                 check_row(rows[-1], answer_needed)
             except (ValueError, RecursionError, UserError) as e:
                 raise UserError(f"{path} line {n}: {e if isinstance(e, UserError) else f'not JSON ({e})'}") from None
-    if not rows:
-        raise UserError(f"{path}: no rows")
+    need(rows, f"{path}: no rows")
     return rows
 
 
@@ -252,7 +245,7 @@ def check_row(row: Any, answer_needed: bool) -> None:
     for message in prompt if isinstance(prompt, list) and prompt else [{"role": "user", "content": prompt}]:
         text = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(t, str) and t.strip() for t in text):
-            raise UserError(f"the {column} must be text or a list of {{role, content}}, and not empty: {str(prompt):.80}")
+            raise UserError(f"the {column} must be text or a list of {{role, content}}, not empty: {str(prompt):.80}")
     answer = row.get("answer")
     if answer_needed and (isinstance(answer, bool) or not isinstance(answer, (str, int, float)) or answer == ""):
         raise UserError("the reward `correct` needs a column `answer` with text or a number"
@@ -265,11 +258,10 @@ def tokenize(rows: list[dict], tokenizer, max_prompt_length: int) -> list[Row]:
     kept = []
     for row in rows:
         prompt = row.get("prompt", row.get("question"))
-        if isinstance(prompt, list) and not tokenizer.chat_template:
-            raise UserError("the dataset has chat messages and the model no chat template: give it text prompts, or "
-                            "name an instruct model with --model-name-or-path")
-        if isinstance(prompt, list) or tokenizer.chat_template and "prompt" not in row:
-            messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        need(messages is not prompt or tokenizer.chat_template, "the dataset has chat messages and the model no chat "
+             "template: give it text prompts, or name an instruct model with --model-name-or-path")
+        if messages is prompt or tokenizer.chat_template and "prompt" not in row:
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         else:
             ids = tokenizer(prompt)["input_ids"]
@@ -280,26 +272,27 @@ def tokenize(rows: list[dict], tokenizer, max_prompt_length: int) -> list[Row]:
 
 def load_data(cfg: Config, tokenizer) -> tuple[list[Row], list[Row]]:
     """(training, held-out) rows that share no prompt. Says what was dropped."""
-    shuffled = lambda rows: random.Random(cfg.data_seed).sample(rows, len(rows))
-    if cfg.dataset == "arithmetic":
-        train, held_out = arithmetic_rows(cfg)
-    else:
-        train, held_out = shuffled(jsonl_rows(cfg.dataset, cfg.reward == "correct")), None
+    def read(path: str) -> list[dict]:
+        rows = jsonl_rows(path, cfg.reward == "correct")
+        return random.Random(cfg.data_seed).sample(rows, len(rows))
+    train, held_out = arithmetic_rows(cfg) if cfg.dataset == "arithmetic" else (read(cfg.dataset), None)
     if cfg.eval_dataset:
-        held_out = shuffled(jsonl_rows(cfg.eval_dataset, cfg.reward == "correct"))[:cfg.eval_size]
+        held_out = read(cfg.eval_dataset)[:cfg.eval_size]
     elif held_out is None:
         held_out, train = train[:cfg.eval_size], train[cfg.eval_size:]
     given = len(train) + len(held_out)
-    train, held_out = (tokenize(rows, tokenizer, cfg.max_prompt_length) for rows in (train, held_out))
+    limit = min(cfg.max_prompt_length, cfg.max_length - cfg.max_completion_length)
+    train, held_out = (tokenize(rows, tokenizer, limit) for rows in (train, held_out))
     if dropped := given - len(train) - len(held_out):
-        say(f"{dropped} of {given} prompts dropped: longer than --max-prompt-length {cfg.max_prompt_length}")
+        say(f"{dropped} of {given} prompts dropped: longer than --max-prompt-length {cfg.max_prompt_length}"
+            + (limit < cfg.max_prompt_length) * f", or than the {limit} that --vllm-max-model-length leaves")
     known = {tuple(row.prompt_ids) for row in held_out}
     given, train = len(train), [row for row in train if tuple(row.prompt_ids) not in known]
     if dropped := given - len(train):
         say(f"{dropped} of {given} training prompts dropped: they are held out as well")
-    if len(train) < cfg.prompts_per_step:
-        raise UserError(f"dataset {cfg.dataset} leaves {len(train)} prompts to train on and {len(held_out)} held out "
-                        f"(--eval-size), fewer than the --prompts-per-step {cfg.prompts_per_step} of one step")
+    need(len(train) >= cfg.prompts_per_step,
+         f"dataset {cfg.dataset} leaves {len(train)} prompts to train on and {len(held_out)} held out "
+         f"(--eval-size), fewer than the --prompts-per-step {cfg.prompts_per_step} of one step")
     return train, held_out
 
 
@@ -434,31 +427,27 @@ def load_reward(spec: str) -> Callable:
     if spec == "correct":
         return correct
     path, _, name = spec.rpartition(":")
-    if not Path(path).is_file():
-        raise UserError(f"--reward {spec}: there is no file {path!r}; give `correct` or path.py:function")
-    module = importlib.util.module_from_spec(found := importlib.util.spec_from_file_location("reward", path))
+    need(Path(path).is_file(), f"--reward {spec}: there is no file {path!r}; give `correct` or path.py:function")
     try:
-        found.loader.exec_module(module)
+        function = runpy.run_path(path).get(name)
     except Exception as e:
         raise UserError(f"--reward {spec}: importing {path} failed: {type(e).__name__}: {e}") from e
-    if not callable(getattr(module, name, None)):
-        raise UserError(f"--reward {spec}: {path} has no function {name!r}")
-    return getattr(module, name)
+    need(callable(function), f"--reward {spec}: {path} has no function {name!r}")
+    return function
 
 
 def call_reward(function: Callable, group: list[Sample]) -> list[float]:
     """Rewards of completions of one prompt; hands over what the function has parameters for."""
-    columns = {**group[0].row.columns, "prompts": group[0].row.prompt}
-    arguments = {name: [value] * len(group) for name, value in columns.items()}
-    arguments |= {"completions": [s.text for s in group], "completion_ids": [s.ids for s in group]}
+    arguments = {name: [s.row.columns[name] for s in group] for name in group[0].row.columns}
+    arguments |= {"prompts": [s.row.prompt for s in group], "completions": [s.text for s in group],
+                  "completion_ids": [s.ids for s in group]}
     parameters = inspect.signature(function).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         arguments = {name: value for name, value in arguments.items() if name in parameters}
     rewards, name = list(function(**arguments)), getattr(function, "__name__", function)
-    if len(rewards) != len(group):
-        raise UserError(f"the reward {name} returned {len(rewards)} values for {len(group)} completions")
-    if not all(isinstance(r, numbers.Real) and math.isfinite(r) for r in rewards):
-        raise UserError(f"the reward {name} must return finite numbers, got {rewards}")
+    need(len(rewards) == len(group), f"the reward {name} returned {len(rewards)} values for {len(group)} completions")
+    need(all(isinstance(r, numbers.Real) and math.isfinite(r) for r in rewards),
+         f"the reward {name} must return finite numbers, got {rewards}")
     return [float(r) for r in rewards]
 
 
@@ -467,17 +456,15 @@ def score(function: Callable, groups: list[list[Sample]]) -> list[str]:
     failures = []
     for group in groups:
         try:
-            rewards = call_reward(function, group)
+            for sample, reward in zip(group, call_reward(function, group), strict=True):
+                sample.reward = reward
         except UserError:
             raise
         except Exception as e:
             if len(group) > 1:    # once more, one at a time: the others keep their rewards
                 failures += score(function, [[sample] for sample in group])
-                continue
-            rewards = [0.0]
-            failures.append(f"{type(e).__name__}: {e}, on {group[0].text!r:.200}")
-        for sample, reward in zip(group, rewards, strict=True):
-            sample.reward = reward
+            else:
+                failures.append(f"{type(e).__name__}: {e}, on {group[0].text!r:.200}")
     return failures
 
 
@@ -492,17 +479,16 @@ class Engine:
                        "VLLM_CPU_OMP_THREADS_BIND": "nobind"}    # by default it pins the trainer to one core as well
         from vllm import LLM
         self.cfg, self.tokenizer, self.stop_ids = cfg, tokenizer, stop_ids
-        self.cpu, self.asleep = device.type == "cpu", False
+        self.cpu = device.type == "cpu"
+        self.sleeps = cfg.vllm_enable_sleep_mode and not self.cpu
         self.dtype = torch.bfloat16 if cfg.bf16 else torch.float32
         sequences = min(cfg.prompts_per_step // dist.get_world_size() * cfg.num_generations, 256 if self.cpu else 1024)
-        if self.cpu:
-            device_options = dict(kv_cache_memory_bytes=cpu_cache_bytes(cfg, model_config, sequences), block_size=32)
-        else:
-            device_options = dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization,
-                                  enable_sleep_mode=cfg.vllm_enable_sleep_mode)
+        memory = (dict(kv_cache_memory_bytes=cpu_cache_bytes(cfg, model_config, sequences), block_size=32)
+                  if self.cpu else
+                  dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization, enable_sleep_mode=self.sleeps))
         try:
             self.llm = LLM(
-                cfg.model_name_or_path, dtype=self.dtype, seed=cfg.seed + dist.get_rank(), **device_options,
+                cfg.model_name_or_path, dtype=self.dtype, seed=cfg.seed + dist.get_rank(), **memory,
                 distributed_executor_backend="external_launcher",    # this process is the engine's worker
                 load_format="dummy",                                 # random weights: the trainer's follow at once
                 generation_config="vllm",                            # no sampling defaults of the model's own
@@ -520,19 +506,17 @@ class Engine:
         torch.manual_seed(seed)    # vLLM draws from this process's global generator: there is no other state to keep
         params = SamplingParams(n=n, temperature=temperature, max_tokens=self.cfg.max_completion_length, logprobs=0,
                                 flat_logprobs=True, detokenize=False, stop_token_ids=self.stop_ids)
-        bar = on_terminal() and (lambda *rows, **options: progress(phase, options.get("total"), *rows))
         prompts = [{"prompt_token_ids": row.prompt_ids} for row in rows]
+        bar = ON_TERMINAL and functools.partial(progress, phase)
         outputs = self.llm.generate(prompts, params, use_tqdm=bar) if rows else []
         return [[Sample(row, list(c.token_ids), list(c.logprobs.logprobs), c.finish_reason == "length",
                         self.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in output.outputs]
                 for row, output in zip(rows, outputs, strict=True)]
 
     def load(self, policy: "Policy") -> None:
-        """The policy's weights into the live engine: gathered a tensor at a time, in the engine's dtype, by all ranks in
-        the same order."""
+        """The policy's weights into the live engine, a tensor at a time, in the engine's dtype."""
         self.wake("weights")
-        weights = ((name, whole(p.detach().to(self.dtype))) for name, p in policy.lm.named_parameters())
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": policy.weights(self.dtype)})
         if self.cpu and policy.lm.config.tie_word_embeddings:
             # The CPU build keeps a packed copy of the head, which reloading a tied embedding leaves as it was.
             self.llm.apply_model(lambda m: m.lm_head.quant_method.process_weights_after_loading(m.lm_head))
@@ -540,16 +524,14 @@ class Engine:
         self.llm.reset_prefix_cache()    # it holds keys and values of the old weights
 
     def sleep(self) -> None:
-        """Frees the engine's GPU memory for training. Level 1: level 2 also drops buffers that no load brings back."""
-        if not self.cpu and self.cfg.vllm_enable_sleep_mode:
+        """Frees the engine's GPU memory for training. Level 1: level 2 also drops tensors that no load brings back."""
+        if self.sleeps:
             self.llm.sleep(level=1)
-            self.asleep = True
 
     def wake(self, tag: str) -> None:
-        if self.asleep:
+        if self.sleeps:    # vLLM itself passes over what is awake
             torch.cuda.empty_cache()    # vLLM maps its memory itself: what torch holds in reserve is lost to it
             self.llm.wake_up(tags=[tag])
-            self.asleep = tag != "kv_cache"
 
 
 def cpu_cache_bytes(cfg: Config, model_config, sequences: int) -> int:
@@ -559,9 +541,8 @@ def cpu_cache_bytes(cfg: Config, model_config, sequences: int) -> int:
     tokens = 32 * (math.ceil(cfg.max_length / 32) + 1)    # in blocks of 32
     one = 2 * model_config.num_hidden_layers * heads * head_dim * tokens * (2 if cfg.bf16 else 4)
     limit = int(cfg.vllm_gpu_memory_utilization * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    if one > limit:
-        raise UserError(f"--vllm-gpu-memory-utilization {cfg.vllm_gpu_memory_utilization} of this machine's memory is "
-                        f"{limit / 2**20:.0f} MiB; one sequence of {cfg.max_length} tokens needs {one / 2**20:.0f}")
+    need(one <= limit, f"--vllm-gpu-memory-utilization {cfg.vllm_gpu_memory_utilization} of this machine's memory is "
+         f"{limit / 2**20:.0f} MiB; one sequence of {cfg.max_length} tokens needs {one / 2**20:.0f}")
     return min(limit, one * (sequences + 1))
 
 
@@ -594,10 +575,9 @@ def set_token_weights(groups: list[list[Sample]], cfg: Config) -> list[Sample]:
     for s in samples:
         s.token_weight = {"grpo": 1 / (len(samples) * len(s.ids)), "dapo": 1 / tokens,
                           "dr_grpo": 1 / (len(samples) * cfg.max_completion_length)}[cfg.loss_type]
-    signal = {id(s) for group in groups if has_signal(group) for s in group}
-    if not signal:    # a step would only follow the optimizer's momentum
+    if not any(map(has_signal, groups)):    # a step would only follow the optimizer's momentum
         return []
-    return [s for s in samples if in_loss(s) and (id(s) in signal or not cfg.skip_zero_std_groups)]
+    return [s for group in groups if has_signal(group) or not cfg.skip_zero_std_groups for s in group if in_loss(s)]
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
@@ -627,19 +607,17 @@ def packed_tokens(samples: list[Sample]) -> int:
 
 
 def split(samples: list[Sample], world_size: int, budget: int) -> list[list[list[Sample]]]:
-    """Deals samples, group after group, into micro-batches: result[rank][micro-batch]. Ranks get nearly equal tokens and
-    the same number of micro-batches, each of at most `budget` tokens or of one sample. A group is cut, its prompt
+    """Deals samples, group after group, into micro-batches: result[rank][micro-batch]. Ranks get nearly equal tokens
+    and the same number of micro-batches, each of at most `budget` tokens or of one sample. A group is cut, its prompt
     repeated, only if it is over the budget or whole groups would take a rank more than 5 % from its share."""
     first = [i == 0 or s.row is not samples[i - 1].row for i, s in enumerate(samples)] + [True]
     before = [0, *itertools.accumulate(len(s.ids) + new * len(s.row.prompt_ids) for s, new in zip(samples, first))]
-    share, cuts = before[-1] / world_size, [0]
+    share, cuts, ranks = before[-1] / world_size, [0], []
     for k in range(1, world_size):
         off = lambda cut: abs(before[cut] - k * share)
-        anywhere = min(range(len(before)), key=off)
         whole_groups = min((i for i, new in enumerate(first) if new), key=off)
-        cuts.append(whole_groups if off(whole_groups) <= 0.025 * share else anywhere)
-    ranks = []
-    for a, b in zip(cuts, [*cuts[1:], len(samples)]):
+        cuts.append(whole_groups if off(whole_groups) <= 0.025 * share else min(range(len(before)), key=off))
+    for a, b in itertools.pairwise([*cuts, len(samples)]):
         pieces = [[]]
         for _, group in itertools.groupby(samples[a:b], key=lambda s: id(s.row)):
             group = list(group)
@@ -655,70 +633,60 @@ def split(samples: list[Sample], world_size: int, budget: int) -> list[list[list
 def pack(samples: list[Sample], packed: bool, device: torch.device) -> Batch:
     """A micro-batch in one row: each group is its prompt and then its completions, whose positions all go on from the
     prompt's. With `packed` off, one padded row a completion. A completion's last token is scored but never read."""
-    ids, positions, score_index = [], [], []
-    prompts, completions = [], []    # (number of the prompt, start, end) of each
-    for _, group in itertools.groupby(samples or [EMPTY], key=(lambda s: id(s.row)) if packed else id):
-        group = list(group)
-        length = len(group[0].row.prompt_ids)
-        prompts.append((len(prompts), len(ids), len(ids) + length))
-        ids += group[0].row.prompt_ids
-        positions += range(length)
-        for s in group:
-            start, end = len(ids), len(ids) + len(s.ids) - 1
-            completions.append((len(prompts) - 1, start, end))
-            score_index += [prompts[-1][2] - 1, *range(start, end)]    # the prompt's end predicts every first token
-            positions += range(length, length + end - start)
-            ids += s.ids[:-1]
-    tensor = lambda values: torch.tensor(values, device=device)
-    per_token = lambda value: tensor([value(s) for s in samples or [EMPTY] for _ in s.ids])
-    flat = lambda value: tensor([v for s in samples or [EMPTY] for v in value(s)])
-    batch = Batch(tensor(ids)[None], tensor(positions)[None], {}, tensor(score_index), flat(lambda s: s.ids),
-                  per_token(lambda s: s.advantage), per_token(lambda s: s.token_weight),
-                  flat(lambda s: s.engine_logprobs))
+    samples = samples or [EMPTY]
+    pieces = []    # of each prompt and each completion: tokens, position of the first, number of its prompt's piece
+    for _, group in itertools.groupby(samples, key=(lambda s: id(s.row)) if packed else id):
+        group, number = list(group), len(pieces)
+        prompt = group[0].row.prompt_ids
+        pieces += [(prompt, 0, number), *((s.ids[:-1], len(prompt), number) for s in group)]
+    tokens, firsts, parents = zip(*pieces)
+    lengths = [len(ids) for ids in tokens]
+    ends = [*itertools.accumulate(lengths)]
+    score_index = [(ends[parent] - 1, *range(end - length, end))    # the prompt's end predicts every first token
+                   for i, (parent, length, end) in enumerate(zip(parents, lengths, ends)) if parent != i]
+    positions = [range(first, first + length) for first, length in zip(firsts, lengths)]
+    flat = lambda lists: torch.tensor([*itertools.chain.from_iterable(lists)], device=device)
+    batch = Batch(flat(tokens)[None], flat(positions)[None], {}, flat(score_index), flat(s.ids for s in samples),
+                  flat([s.advantage] * len(s.ids) for s in samples),
+                  flat([s.token_weight] * len(s.ids) for s in samples), flat(s.engine_logprobs for s in samples))
     attention = (flex_mask if device.type == "cuda" else sequence_tables) if packed else pad_rows
-    batch.attention = attention(batch, prompts, completions)
+    batch.attention = attention(batch, lengths, parents)
     return batch
 
 
-def pad_rows(batch: Batch, prompts: list, completions: list) -> dict:
+def pad_rows(batch: Batch, lengths: list[int], parents: tuple[int, ...]) -> dict:
     """Turns a batch of groups of one into padded rows, one a completion, under an ordinary mask."""
-    spans = [(start, end) for (_, start, _), (_, _, end) in zip(prompts, completions, strict=True)]
-    width = max(end - start for start, end in spans)
-    rows = lambda x: torch.stack([F.pad(x[0, start:end], (0, width - end + start)) for start, end in spans])
-    row = torch.tensor([i for i, (start, end) in enumerate(spans) for _ in range(start, end)],
-                       device=batch.targets.device)[batch.score_index]                  # [T]
-    batch.score_index = batch.score_index + row * width - torch.tensor([s for s, _ in spans], device=row.device)[row]
-    mask, batch.input_ids, batch.position_ids = map(rows, (torch.ones_like(batch.input_ids), batch.input_ids,
-                                                           batch.position_ids))
+    sizes = [prompt + completion for prompt, completion in zip(lengths[::2], lengths[1::2])]
+    rows = lambda x: pad_sequence(x[0].split(sizes), batch_first=True)
+    mask = rows(torch.ones_like(batch.input_ids))
+    batch.input_ids, batch.position_ids = rows(batch.input_ids), rows(batch.position_ids)
+    batch.score_index = mask.flatten().nonzero()[batch.score_index, 0]
     return {"attention_mask": mask}
 
 
-def flex_mask(batch: Batch, prompts: list, completions: list) -> dict:
+def flex_mask(batch: Batch, lengths: list[int], parents: tuple[int, ...]) -> dict:
     """On GPUs: FlexAttention's block mask; a token sees its own sequence up to itself, and its prompt."""
     from torch.nn.attention.flex_attention import create_block_mask
     n, device = batch.input_ids.numel(), batch.input_ids.device
-    own, prompt = torch.empty(2, n, dtype=torch.long, device=device)                    # [N] each
-    for i, (p, start, end) in enumerate([*prompts, *completions]):
-        own[start:end], prompt[start:end] = i, p
+    own, prompt = (torch.tensor(numbers, device=device).repeat_interleave(torch.tensor(lengths, device=device))
+                   for numbers in (range(len(parents)), parents))                       # [N] each
     sees = lambda b, h, q, k: (q >= k) & ((own[q] == own[k]) | (prompt[q] == own[k]))
     return {"attention_mask": create_block_mask(sees, None, None, n, n, device=device)}
 
 
-def sequence_tables(batch: Batch, prompts: list, completions: list) -> dict:
+def sequence_tables(batch: Batch, lengths: list[int], parents: tuple[int, ...]) -> dict:
     """On the CPU: where the packed row's sequences lie, for `grouped_attention`."""
-    def table(spans):    # [S, longest] positions, padded with 0; [S, longest] which are real; a causal mask
-        starts, ends = (torch.tensor([span[i] for span in spans])[:, None] for i in (1, 2))
-        index = starts + torch.arange(int((ends - starts).max()))
-        return index.where(index < ends, 0), index < ends, torch.ones(index.shape[1], index.shape[1]).tril().bool()
-    p_index, p_real, p_mask = table(prompts)
-    c_index, c_real, c_mask = table(completions)
-    parent = torch.tensor([p for p, _, _ in completions])                               # [C]
-    c_keys = torch.cat([p_index[parent], c_index], 1)                                   # [C, Lp + Lc]
-    c_mask = torch.cat([p_real[parent][:, None].expand(-1, len(c_mask), -1), c_mask.expand(len(parent), -1, -1)], 2)
-    place = torch.empty(batch.input_ids.numel(), dtype=torch.long)    # [N] of each token among the padded sequences
-    place[p_index[p_real]] = torch.arange(p_index.numel()).view_as(p_index)[p_real]
-    place[c_index[c_real]] = p_index.numel() + torch.arange(c_index.numel()).view_as(c_index)[c_real]
-    return {"tables": [(p_index, p_index, p_mask[None]), (c_index, c_keys, c_mask), place]}
+    places = torch.arange(sum(lengths)).split(lengths)
+    table = lambda numbers: pad_sequence([places[i] for i in numbers], batch_first=True, padding_value=-1)
+    causal = lambda index: torch.ones(index.shape[1], index.shape[1]).tril().bool()[None]
+    completions = [i for i, parent in enumerate(parents) if i != parent]
+    prompts, own = table(sorted({*parents})), table(completions)                        # [P, Lp], [C, Lc]
+    above = table(parents[i] for i in completions)                                      # [C, Lp]
+    mask = torch.cat([(above >= 0)[:, None].expand(-1, own.shape[1], -1), causal(own).expand(len(own), -1, -1)], 2)
+    order = torch.cat([prompts.flatten(), own.flatten()])    # of the padded sequences' tokens
+    place = (order >= 0).nonzero()[order[order >= 0].argsort(), 0]    # [N] of each token among them
+    return {"tables": [(prompts.clamp(0), prompts.clamp(0), causal(prompts)),
+                       (own.clamp(0), torch.cat([above, own], 1).clamp(0), mask), place]}
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling, tables, **kwargs):
@@ -726,9 +694,7 @@ def grouped_attention(module, query, key, value, attention_mask, scaling, tables
     prompt and themselves. query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                       # [N, heads, D]
     share, outputs, exact = q.shape[1] // k.shape[1], [], torch.promote_types(q.dtype, torch.float32)
-    for q_index, k_index, mask in tables[:2]:
-        if not q_index.numel():    # every completion is one token: none is read
-            continue
+    for q_index, k_index, mask in tables[:2]:    # of the completions nothing is read if each is one token
         # Query heads that share a key head are stacked along the length, so that keys are never repeated.
         qs = q[q_index].unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [S, K, share * Lq, D]
         ks, vs = (x[k_index].transpose(1, 2) for x in (k, v))                           # [S, K, Lk, D]
@@ -809,26 +775,29 @@ class Policy(nn.Module):
         return token_logprobs(hidden.flatten(0, 1)[batch.score_index], self.lm.get_output_embeddings().weight,
                               batch.targets, self.temperature)
 
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole tensors, gathered one at a time: all ranks must go through all of them."""
+        return ((name, whole(p.detach().to(dtype))) for name, p in self.lm.named_parameters())
+
 
 def load_tokenizer(cfg: Config):
     """The model's config, its tokenizer, and the tokens that end a completion; opens no weights. Raises UserError for a
     model that can't be found, is too short, or whose logits are more than hidden state times head."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     name = cfg.model_name_or_path
     try:
         model_config, tokenizer = AutoConfig.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     except Exception as e:    # transformers has a dozen kinds, most of several lines
         raise UserError(f"--model-name-or-path {name}: no such folder, and no model hub has it or can be reached "
                         f"(./run.sh brings a model along): {(str(e) or type(e).__name__).splitlines()[0]}") from e
-    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier",
-                "quantization_config"):
-        if getattr(model_config, key, None) not in (None, 1):
-            raise UserError(f"{name} has {key} = {getattr(model_config, key)}: only models whose logits are the plain "
-                            "product of hidden state and head can be trained")
-    limit = getattr(model_config, "max_position_embeddings", None)
-    if limit and cfg.max_length > limit:
-        raise UserError(f"--max-prompt-length + --max-completion-length (or --vllm-max-model-length) is "
-                        f"{cfg.max_length}, over the {limit} positions of {name}")
+    need(type(model_config) in AutoModelForCausalLM._model_mapping, f"{name} is not a causal language model")
+    for key in "final_logit_softcapping logit_scale logits_scaling lm_head_multiplier quantization_config".split():
+        value = getattr(model_config, key, None)
+        need(value in (None, 1), f"{name} has {key} = {value}: only models whose logits are the plain product of "
+             "hidden state and head can be trained")
+    limit = getattr(model_config, "max_position_embeddings", None) or math.inf
+    need(cfg.max_length <= limit, "--max-prompt-length + --max-completion-length (or --vllm-max-model-length) is "
+         f"{cfg.max_length}, over the {limit} positions of {name}")
     try:
         ends = GenerationConfig.from_pretrained(name).eos_token_id
     except OSError:    # the file is optional
@@ -850,16 +819,18 @@ def can_pack(cfg: Config, model_config, device: torch.device) -> bool:
 
 def load_policy(cfg: Config, model_config, packed: bool, device: torch.device, trainable: bool) -> Policy:
     """The model, sharded over all ranks (FSDP2): float32 shards, bfloat16 compute, gradients reduced in float32."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from transformers import AttentionInterface, AutoModelForCausalLM
     AttentionInterface.register("grouped", grouped_attention)
     attention = "sdpa" if not packed else "flex_attention" if device.type == "cuda" else "grouped"
-    lm = AutoModelForCausalLM.from_pretrained(cfg.model_name_or_path, config=model_config, dtype=torch.float32,
-                                              attn_implementation=attention, use_safetensors=True)
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(cfg.model_name_or_path, config=model_config, dtype=torch.float32,
+                                                  attn_implementation=attention, use_safetensors=True)
+    except OSError as e:
+        raise UserError(f"{cfg.model_name_or_path}: no weights in safetensors: {str(e).splitlines()[0]}") from e
     head = lm.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.bias is not None:
-        raise UserError(f"{cfg.model_name_or_path}: its head is not a plain matrix product but a {head}")
+    need(isinstance(head, nn.Linear) and head.bias is None,
+         f"{cfg.model_name_or_path}: its head is not a plain matrix product but a {head}")
     lm.requires_grad_(trainable).eval()    # in eval: dropout would take the ratio of an unchanged policy away from 1
     policy = Policy(lm, cfg.temperature)
     layers = [m for m in lm.modules() if type(m).__name__ in (lm._no_split_modules or [])]
@@ -869,7 +840,7 @@ def load_policy(cfg: Config, model_config, packed: bool, device: torch.device, t
             layer.training = True    # transformers asks for it; what is inside, dropout for one, stays in eval
     compute = torch.bfloat16 if cfg.bf16 else torch.float32
     offload = cfg.ref_cpu_offload and not trainable and device.type == "cuda"    # on a CPU mesh it can hang
-    shard = dict(mesh=init_device_mesh(device.type, (dist.get_world_size(),)),
+    shard = dict(mesh=dist.init_device_mesh(device.type, (dist.get_world_size(),)),
                  mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
                  offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
     for layer in layers:
@@ -880,6 +851,13 @@ def load_policy(cfg: Config, model_config, packed: bool, device: torch.device, t
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered; all ranks must ask for the same tensors in the same order."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gathered(value: Any) -> list:
+    """Each rank's value, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
@@ -900,9 +878,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, toke
     high = 1 + (epsilon if epsilon_high is None else epsilon_high)
     bounded = ratio if delta is None else ratio.clamp(max=delta)
     surrogate = engine_weights * torch.min(bounded * advantages, ratio.clamp(1 - epsilon, high) * advantages)
-    kl = torch.zeros_like(logprobs)                                                     # [T]
-    if ref_logprobs is not None:
-        kl = (ref_logprobs - logprobs).exp() - (ref_logprobs - logprobs) - 1
+    gap = (logprobs if ref_logprobs is None else ref_logprobs) - logprobs               # [T]
+    kl = gap.exp() - gap - 1
     loss = -(token_weights * (surrogate - beta * kl)).sum()
     with torch.no_grad():
         real = token_weights > 0                                                        # [T]
@@ -935,12 +912,12 @@ def train_on(groups: list[list[Sample]], policy: Policy, reference: Policy | Non
             batch.ref_logprobs = reference(batch)[0] if reference else None
             if cfg.num_minibatches > 1:
                 batch.old_logprobs = policy(batch)[0]
-    seen, norms, skipped = [], [], 0
-    with progress("training", cfg.num_iterations * sum(map(len, minibatches))) as bar:
-        for batches in minibatches * cfg.num_iterations:
+    updates, seen, norms = minibatches * cfg.num_iterations, [], []
+    with progress("training", total=sum(map(len, updates))) as bar:
+        for batches in updates:
             for batch in batches:
                 logprobs, entropy = policy(batch)                                       # [T], [T]
-                if batch.old_logprobs is None:    # a single update: these are the weights that sampled
+                if batch.old_logprobs is None:    # the rollout's first update: these are the weights that sampled
                     batch.old_logprobs = logprobs.detach()
                 gap = batch.old_logprobs - batch.engine_logprobs                        # [T] log pi_old/mu
                 loss, sums = policy_loss(
@@ -950,55 +927,52 @@ def train_on(groups: list[list[Sample]], policy: Policy, reference: Policy | Non
                     ref_logprobs=batch.ref_logprobs, epsilon=cfg.epsilon, epsilon_high=cfg.clip_high, delta=cfg.delta,
                     beta=cfg.beta)
                 (loss * world_size).backward()    # FSDP takes the mean of the ranks' gradients, we want the sum
-                gap, entropy = ((x.detach() * (batch.token_weights > 0)) for x in (gap.abs(), entropy))
+                gap, entropy = (x.detach() * (batch.token_weights > 0) for x in (gap.abs(), entropy))
                 seen.append({**sums, "loss": loss.detach(), "entropy": entropy.sum(), "gap": gap.sum(),
                              "gap_max": gap.max()})
                 bar.update()
             if batches:
-                norm = whole(nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm))
-            if not batches or not norm.isfinite():
-                skipped += 1
-            else:
-                norms.append(norm.item())
-                optimizer.step()
+                norm = whole(nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)).item()
+                if math.isfinite(norm):
+                    norms.append(norm)
+                    optimizer.step()
             optimizer.zero_grad()
-    names = ("tokens", "kl", "clip_low", "clip_high", "loss", "entropy", "gap", "ratio_max", "gap_max")
-    table = torch.tensor([[float(s[name]) for name in names] for s in seen], dtype=torch.float64).view(-1, len(names))
-    sums, peaks = table.sum(0), torch.cat([table, torch.zeros(1, len(names))]).amax(0)
-    dist.all_reduce(sums)
-    dist.all_reduce(peaks, dist.ReduceOp.MAX)
-    total = dict(zip(names, [*sums[:-2].tolist(), *peaks[-2:].tolist()]))
-    tokens, updates = max(total["tokens"], 1), max(len(norms), 1)
-    return {"policy/loss": total["loss"] / updates, "policy/grad_norm": sum(norms) / updates,
-            "policy/kl": total["kl"] / tokens, "policy/entropy": total["entropy"] / tokens,
-            "policy/clip_low": total["clip_low"] / tokens, "policy/clip_high": total["clip_high"] / tokens,
-            "policy/ratio_max": total["ratio_max"], "policy/engine_gap_mean": total["gap"] / tokens,
-            "policy/engine_gap_max": total["gap_max"], "policy/updates": len(norms), "policy/skipped_updates": skipped}
+    shares = gathered([{name: value.item() for name, value in sums.items()} for sums in seen])
+    seen = list(itertools.chain(*shares))    # all ranks' micro-batches
+    total = lambda name: sum(sums[name] for sums in seen)
+    peak = lambda name: torch.tensor([0.0, *(sums[name] for sums in seen)]).max().item()
+    tokens, count = max(total("tokens"), 1), max(len(norms), 1)
+    return {"policy/loss": total("loss") / count, "policy/grad_norm": sum(norms) / count,
+            "policy/entropy": total("entropy") / tokens, **({"policy/kl": total("kl") / tokens} if reference else {}),
+            "policy/clip_low": total("clip_low") / tokens, "policy/clip_high": total("clip_high") / tokens,
+            "policy/ratio_max": peak("ratio_max"), "policy/engine_gap_mean": total("gap") / tokens,
+            "policy/engine_gap_max": peak("gap_max"), "policy/updates": len(norms),
+            "policy/skipped_updates": len(updates) - len(norms)}
 
 
 # --- log --------------------------------------------------------------------------------------------------------------
 
 
+FIRST_RANK = os.environ.get("RANK", "0") == "0"
+ON_TERMINAL = FIRST_RANK and sys.stderr.isatty()
+
+
 def say(message: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if FIRST_RANK:
         print(message, flush=True)
 
 
-def on_terminal() -> bool:
-    return os.environ.get("RANK", "0") == "0" and sys.stderr.isatty()
-
-
-def progress(phase: str, total: int | None, iterable=None):
-    """The progress line of a phase, where there is a terminal to show it."""
+def progress(phase: str, iterable=None, total: int | None = None, **_):
+    """The progress line of a phase, where there is a terminal to show it. `_`: what else vLLM gives its own."""
     from tqdm import tqdm
-    return tqdm(iterable, total=total, desc=phase, leave=False, dynamic_ncols=True, disable=not on_terminal())
+    return tqdm(iterable, total=total, desc=phase, leave=False, dynamic_ncols=True, disable=not ON_TERMINAL)
 
 
 class Run:
     """The run's folder: config.json, metrics.jsonl, samples.jsonl and at the end the model. Rank 0 writes it."""
 
     def __init__(self, cfg: Config):
-        chosen = [cfg.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"), None]
+        chosen = [cfg.output_dir or time.strftime("runs/%Y%m%d-%H%M%S")]
         if dist.get_rank() == 0:
             folder = Path(chosen[0])
             try:
@@ -1006,12 +980,12 @@ class Run:
                 with open(folder / "config.json", "x") as f:
                     json.dump(asdict(cfg), f, indent=1)
             except FileExistsError:
-                chosen[1] = f"--output-dir {folder} already holds a run, or is a file: name another folder"
+                chosen = [UserError(f"--output-dir {folder} already holds a run, or is a file: name another folder")]
             except OSError as e:
-                chosen[1] = f"--output-dir {folder} can't be written: {e}"
+                chosen = [UserError(f"--output-dir {folder} can't be written: {e}")]
         dist.broadcast_object_list(chosen)    # one clock names the folder for all
-        if chosen[1]:
-            raise UserError(chosen[1])
+        if isinstance(chosen[0], UserError):
+            raise chosen[0]
         self.folder = Path(chosen[0])
 
     def write(self, file: str, rows: list[dict]) -> None:
@@ -1040,33 +1014,29 @@ def sample_metrics(groups: list[list[Sample]]) -> dict[str, float]:
             "completion/parsable": mean(lambda s: extract_answer(s.text) is not None)}
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Of this rank so far: on its GPU, or of its process."""
-    return (torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda"
-            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
-
-
 def step_line(m: dict[str, float], cfg: Config) -> str:
     left = m["time/elapsed"] / m["step"] * (cfg.max_steps - m["step"])
-    accuracy = [f"accuracy {m['eval/accuracy']:.3f}"] if "eval/accuracy" in m else []
+    measured = lambda label, name: [f"{label} {m[name]:.3f}"] if name in m else []
     return " | ".join([
-        f"step {m['step']:>{len(str(cfg.max_steps))}}/{cfg.max_steps}", f"reward {m['reward/mean']:.3f}", *accuracy,
-        f"length {m['completion/length_mean']:.1f}", f"kl {m['policy/kl']:.4f}",
-        f"clipped {m['policy/clip_low'] + m['policy/clip_high']:.1%}", f"{m['time/tokens_per_second']:.0f} tokens/s",
-        f"{m['time/step']:.1f} s", f"{left // 60:.0f}:{left % 60:02.0f} left"])
+        f"step {m['step']:>{len(str(cfg.max_steps))}}/{cfg.max_steps}", f"reward {m['reward/mean']:.3f}",
+        *measured("accuracy", "eval/accuracy"), f"length {m['completion/length_mean']:.1f}",
+        *measured("kl", "policy/kl"), f"clipped {m['policy/clip_low'] + m['policy/clip_high']:.1%}",
+        f"{m['time/tokens_per_second']:.0f} tokens/s", f"{m['time/step']:.1f} s",
+        f"{left // 60:.0f}:{left % 60:02.0f} left"])
 
 
 def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> None:
     """A checkpoint folder for transformers and vLLM, written beside and renamed when whole."""
-    state = {}
-    for name, p in policy.lm.named_parameters():
-        tensor = whole(p.detach().to(dtype))
-        if dist.get_rank() == 0:
-            state[name] = tensor.cpu()
+    state = {name: tensor.cpu() for name, tensor in policy.weights(dtype) if dist.get_rank() == 0}
     if dist.get_rank() == 0:
         unfinished = folder.with_name(folder.name + ".unfinished")
-        policy.lm.config.dtype = dtype
+        try:
+            policy.lm.generation_config.validate(strict=True)
+        except ValueError:    # sampling settings without do_sample: some models have them, save_pretrained refuses them
+            policy.lm.generation_config.do_sample = True
         policy.lm.save_pretrained(unfinished, state_dict=state)
+        policy.lm.config.dtype = dtype    # the above has written that of the shards
+        policy.lm.config.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         unfinished.rename(folder)
     dist.barrier()
@@ -1082,12 +1052,9 @@ def rollout(engine: Engine, rows: list[Row], n: int, temperature: float, seed: i
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share = rows[len(rows) * rank // world_size:len(rows) * (rank + 1) // world_size]
     groups = engine.sample(share, n, temperature, seed * world_size + rank, phase)
-    shares = [None] * world_size
-    dist.all_gather_object(shares, (groups, score(reward, groups)))
-    groups, failures = ([x for share in shares for x in share[i]] for i in (0, 1))
+    groups, failures = (list(itertools.chain(*shares)) for shares in zip(*gathered((groups, score(reward, groups)))))
     if failures:
-        say(f"warning: the reward raised on {len(failures)} of {len(rows) * n} completions, which get 0: "
-            + failures[-1])
+        say(f"warning: the reward raised on {len(failures)} of {len(rows) * n} completions, now 0: {failures[-1]}")
     if len(failures) == len(rows) * n:
         raise UserError(f"the reward raised on every completion of a step, at last {failures[-1]}")
     return groups, len(failures)
@@ -1111,14 +1078,14 @@ def self_test(engine: Engine, policy: Policy, rows: list[Row], cfg: Config, pack
     """Engine and trainer must agree on a few samples. The engine began with random weights: a tensor that didn't reach
     it shows here, and so does a model that vLLM or the packed rows compute differently."""
     groups = engine.sample(rows, cfg.num_generations, cfg.temperature, cfg.seed, "self-test")
-    batch = pack([s for group in groups for s in group], packed, device)
+    samples = split([s for group in groups for s in group], 1, cfg.tokens_per_micro_batch)[0][0]    # what fits
+    batch = pack(samples, packed, device)
     with torch.no_grad():
         gap = (policy(batch)[0] - batch.engine_logprobs).abs()
     limit = 0.25 if cfg.bf16 else 1e-3
-    if not gap.mean() <= limit:
-        raise UserError(f"engine and trainer disagree on the same tokens by {gap.mean():.4f} nats in the mean (limit "
-                        f"{limit}), {gap.max():.4f} at most: vLLM has other weights than {cfg.model_name_or_path}, or "
-                        "computes it differently")
+    need(gap.mean() <= limit, f"engine and trainer disagree on the same tokens by {gap.mean():.4f} nats in the mean "
+         f"(limit {limit}), {gap.max():.4f} at most: vLLM has other weights than {cfg.model_name_or_path}, or computes "
+         "it differently")
 
 
 def train(cfg: Config, device: torch.device) -> None:
@@ -1131,8 +1098,8 @@ def train(cfg: Config, device: torch.device) -> None:
         say("note: the attention of this model can't take packed rows: training on one padded row a completion")
     policy = load_policy(cfg, model_config, packed, device, trainable=True)
     reference = load_policy(cfg, model_config, packed, device, trainable=False) if cfg.beta else None
-    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, cfg.adam_beta2),
-                                  weight_decay=cfg.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay,
+                                  fused=True)
     engine = Engine(cfg, model_config, tokenizer, stop_ids, device)
     engine.load(policy)
     self_test(engine, policy, rows[:2], cfg, packed, device)
@@ -1150,10 +1117,10 @@ def train(cfg: Config, device: torch.device) -> None:
         began = time.perf_counter()
         groups, failures = rollout(engine, loader.next(cfg.prompts_per_step), cfg.num_generations, cfg.temperature,
                                    cfg.seed * 1_000_003 + step, reward, "sampling")
-        rewards = torch.tensor([[s.reward for s in group] for group in groups])         # [B, G]
-        for group, advantages in zip(groups, group_advantages(rewards, cfg.scale_rewards).tolist(), strict=True):
-            for sample, advantage in zip(group, advantages, strict=True):
-                sample.advantage = advantage
+        rewards = torch.tensor([[s.reward for s in group] for group in groups], dtype=torch.float64)    # [B, G]
+        advantages = group_advantages(rewards, cfg.scale_rewards)                       # [B, G]
+        for sample, advantage in zip(itertools.chain(*groups), advantages.flatten().tolist(), strict=True):
+            sample.advantage = advantage
         run.write_samples(groups, step, "train")
         engine.sleep()
         sampled = time.perf_counter()
@@ -1171,7 +1138,9 @@ def train(cfg: Config, device: torch.device) -> None:
         if step % cfg.eval_steps == 0 or step == cfg.max_steps:
             measured = evaluate(engine, held_out, reward, run, step)
             metrics |= {**measured, "time/evaluation": time.perf_counter() - loaded}
-        metrics |= {"time/elapsed": time.perf_counter() - start, "time/peak_memory_gib": peak_memory_gib(device)}
+        metrics |= {"time/elapsed": time.perf_counter() - start, "time/peak_memory_gib":    # of rank 0 so far
+                    torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else
+                    resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
         run.write("metrics.jsonl", [{name: value if math.isfinite(value) else None for name, value in metrics.items()}])
         say(step_line(metrics, cfg))
 
@@ -1190,8 +1159,8 @@ def main() -> None:
         ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
     try:
         check_config(cfg, world_size)
-        if "RANK" not in os.environ:
-            raise UserError("start it with torchrun: torchrun --standalone --nproc-per-node <GPUs, or 1> grpo.py ...")
+        need("RANK" in os.environ,
+             "start it with torchrun: torchrun --standalone --nproc-per-node <GPUs, or 1> grpo.py ...")
         import transformers
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()

@@ -1,0 +1,1551 @@
+"""What grpo.py defines, against numbers worked out by hand or by a slow and obvious computation in float64; and the
+trainer as its user starts it, on tiny models made on the spot.
+
+    ./run.sh test                   all but the benchmarks
+    ./run.sh test -m bench -s       the benchmarks: each compares two ways in one run and prints the ratio
+"""
+import functools
+import json
+import math
+import operator
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig,
+                          PreTrainedTokenizerFast)
+
+import grpo
+from grpo import Config, Loader, Policy, Row, Sample, UserError
+
+torch.set_num_threads(1)
+AttentionInterface.register("grouped", grpo.grouped_attention)
+CPU = torch.device("cpu")
+approx = lambda x, tolerance=1e-6: pytest.approx(x, rel=tolerance, abs=tolerance)
+f64 = lambda values, **options: torch.tensor(values, dtype=torch.float64, **options)
+relative = lambda a, b: ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def make_groups(shapes, rewards=None, seed=0):
+    """A group for each (prompt length, completion lengths). Few distinct tokens: ends and padding recur inside."""
+    rng, groups = random.Random(seed), []
+    for i, (prompt, lengths) in enumerate(shapes):
+        row = Row(f"prompt {i}", rng.choices(range(128), k=prompt), {})
+        scores = rewards[i] if rewards else [0.0] * len(lengths)
+        advantages = grpo.group_advantages(torch.tensor([scores]))[0].tolist()
+        groups.append([Sample(row, rng.choices(range(4), k=n), [rng.uniform(-7, -3) for _ in range(n)], False, "", r, a)
+                       for n, r, a in zip(lengths, scores, advantages)])
+    return groups
+
+
+# --- advantage --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rewards, scale, expected", [
+    ([[1, 0, 0]], "group", [[1.4142, -0.7071, -0.7071]]), ([[1, 0], [1, 1]], "group", [[1, -1], [0, 0]]),
+    ([[1, 0, 0, 0]], "group", [[1.7320, -0.5773, -0.5773, -0.5773]]), ([[1, 0], [5, 7]], "group", [[1, -1], [-1, 1]]),
+    ([[1, 0], [1, 1]], "batch", [[1.1547, -1.1547], [0, 0]]), ([[0.7, 0.701]], "group", [[-0.998, 0.998]]),
+    ([[1, 0, 0, 0]], "none", [[0.75, -0.25, -0.25, -0.25]])])
+def test_advantages(rewards, scale, expected):
+    got = grpo.group_advantages(torch.tensor(rewards, dtype=torch.float32), scale)
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float32), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("reward, size", [(1.0, 4), (0.0, 4), (0.7, 7), (0.1, 3), (1 / 3, 1000)])
+def test_equal_rewards_give_exactly_zero(reward, size, dtype, scale):
+    rewards = torch.full((2, size), reward, dtype=dtype)
+    rewards[1, 0] = 2    # a group with a signal beside it
+    got = grpo.group_advantages(rewards, scale)
+    assert got[0].eq(0).all() and got[1].ne(0).all()
+
+
+# --- loss -------------------------------------------------------------------------------------------------------------
+
+
+def loss_and_gradient(logprobs, old, advantages, weights, **options):
+    logprobs = f64(logprobs, requires_grad=True)
+    loss, sums = grpo.policy_loss(logprobs, f64(old), f64(advantages), f64(weights),
+                                  **{k: f64(v) if isinstance(v, list) else v for k, v in options.items()})
+    loss.backward()
+    return loss.item(), logprobs.grad.tolist(), {name: value.item() for name, value in sums.items()}
+
+
+@pytest.mark.parametrize("ratio, advantage, options, objective, gradient", [
+    (1.5, 1, {}, 1.2, 0), (1.5, -1, {}, -1.5, -1.5), (0.5, 1, {}, 0.5, 0.5), (0.5, -1, {}, -0.8, 0),
+    (1.0, 1, {}, 1, 1), (1.0, -1, {}, -1, -1), (1.5, 0, {}, 0, 0),
+    (1.25, 1, {"epsilon_high": 0.28}, 1.25, 1.25), (1.5, 1, {"epsilon_high": 0.28}, 1.28, 0),
+    (5.0, -1, {}, -5, -5), (5.0, -1, {"delta": 3}, -3, 0), (5.0, 1, {"delta": 3}, 1.2, 0),
+    (2.0, -1, {"delta": 3}, -2, -2),
+    (1.5, 1, {"engine_weights": [2.0]}, 2.4, 0), (0.5, 1, {"engine_weights": [2.0]}, 1, 1)])
+def test_clipped_surrogate(ratio, advantage, options, objective, gradient):
+    loss, grad, _ = loss_and_gradient([-1 + math.log(ratio)], [-1], [advantage], [1], **options)
+    assert (loss, grad) == (approx(-objective), approx([-gradient]))
+
+
+@pytest.mark.parametrize("advantage, weight, beta, loss, gradient", [
+    (0, 1, 1, 0.106531, 0.393469), (1, 1, 0.1, -2 + 0.0106531, -2 + 0.0393469),
+    (1, 0.25, 0.1, (-2 + 0.0106531) / 4, (-2 + 0.0393469) / 4)])
+def test_kl_is_k3_inside_the_mean_and_not_times_the_engine_weight(advantage, weight, beta, loss, gradient):
+    got = loss_and_gradient([-1], [-1], [advantage], [weight], engine_weights=[2.0], ref_logprobs=[-1.5], beta=beta)
+    assert (got[0], got[1][0], got[2]["kl"]) == (approx(loss), approx(gradient), approx(0.106531))
+
+
+def test_clip_metrics_count_what_clipping_stops_among_tokens_that_weigh():
+    ratio, advantage = zip((0.5, -1), (0.5, 1), (1.5, 1), (1.5, -1), (1, 1), (1.25, 1), (0.5, -1), (9, 1))
+    _, _, sums = loss_and_gradient([math.log(r) for r in ratio], [0] * 8, advantage, [1] * 6 + [0] * 2,
+                                   epsilon_high=0.3, ref_logprobs=[0.0] * 8)
+    kl = sum(1 / r + math.log(r) - 1 for r in ratio[:6])
+    assert sums == {"tokens": 6, "clip_low": 1, "clip_high": 1, "ratio_max": approx(1.5), "kl": approx(kl)}
+    loss, grad, sums = loss_and_gradient([-1, -80], [-2, 0], [1, -1], [0, 0], ref_logprobs=[-3, -3], beta=0.1)
+    assert (loss, grad, *sums.values()) == (0, [0, 0], 0, 0, 0, 0, 0)
+
+
+LENGTHS_1_AND_3 = {"grpo": ([1 / 2, 1 / 6], 0), "dapo": ([1 / 4, 1 / 4], 0.5), "dr_grpo": ([1 / 8, 1 / 8], 0.25)}
+
+
+@pytest.mark.parametrize("loss_type", LENGTHS_1_AND_3)
+def test_token_weights_of_lengths_1_and_3(loss_type):
+    weights, loss = LENGTHS_1_AND_3[loss_type]
+    groups = make_groups([(2, [1, 3])], [[1.0, 0.0]])
+    samples = grpo.set_token_weights(groups, Config(loss_type=loss_type, max_completion_length=4))
+    assert samples == groups[0] and [s.token_weight for s in samples] == approx(weights)
+    parts = [loss_and_gradient([-1] * n, [-1] * n, [s.advantage] * n, [s.token_weight] * n)[0]
+             for s, n in zip(samples, (1, 3))]
+    assert sum(parts) == approx(loss, 1e-5)    # micro-batches add up: with dapo and a loss of 1 and 0, 0, 0 to 1/4
+    assert loss_and_gradient([-1], [-1], [-1], [samples[0].token_weight])[0] == approx(weights[0])
+
+
+@pytest.mark.parametrize("loss_type, expected", [("grpo", 1 / (6 * 2)), ("dapo", 1 / 7), ("dr_grpo", 1 / (6 * 10))])
+def test_who_counts_in_the_mean(loss_type, expected):
+    """Masked truncated completions count in grpo and dr_grpo but not in dapo; groups without a signal count in all."""
+    groups = make_groups([(2, [2, 5]), (2, [1, 3]), (2, [1, 4])], [[1.0, 0], [1.0, 1], [0.0, 2]])
+    (a, b), (c, d), (e, f) = groups
+    b.truncated = f.truncated = True
+    cfg = Config(loss_type=loss_type, max_completion_length=10, mask_truncated_completions=True)
+    for cfg, kept in ((cfg, [a, e]), (replace(cfg, skip_zero_std_groups=False), [a, c, d, e])):
+        assert list(map(id, grpo.set_token_weights(groups, cfg))) == list(map(id, kept))
+        assert a.token_weight == approx(expected)
+        assert grpo.set_token_weights(groups[1:2], cfg) == []    # no signal at all
+
+
+@pytest.mark.parametrize("delta", [None, 1.6])
+@pytest.mark.parametrize("loss_type", LENGTHS_1_AND_3)
+def test_weights_loss_and_gradient_against_a_loop(loss_type, delta):
+    rng = random.Random(loss_type)
+    cfg = Config(loss_type=loss_type, max_completion_length=12, mask_truncated_completions=True)
+    groups = make_groups([(3, [rng.randint(1, 12) for _ in range(6)]) for _ in range(4)],
+                         [[rng.random() for _ in range(6)] for _ in range(3)] + [[0.5] * 6])
+    everybody, beta, loss, gradient, clipped = sum(groups, []), 0.3, 0.0, [], [0, 0]
+    for s in everybody[::5]:
+        s.truncated = True
+    tokens = [(s, rng.gauss(-2, 0.3), rng.gauss(-2, 0.3), rng.gauss(-2, 0.6), rng.gauss(-2, 0.3))
+              for s in grpo.set_token_weights(groups, cfg) for _ in s.ids]    # log pi, pi_old, mu, pi_ref of each
+    for s, logprob, old, mu, ref in tokens:
+        rho, w, a = math.exp(logprob - old), min(math.exp(old - mu), 2), s.advantage
+        bound = 1.28 if a >= 0 else delta if delta and rho > delta else 0.8    # where it is cut, if it is
+        cut = rho > bound if bound > 1 else rho < bound
+        objective, slope = (w * bound * a, 0) if cut else (w * rho * a, w * rho * a)
+        clipped[bound > 1] += cut and bound != delta
+        objective -= beta * (math.exp(ref - logprob) - (ref - logprob) - 1)
+        slope -= beta * (1 - math.exp(ref - logprob))
+        weight = {"grpo": 1 / len(everybody) / len(s.ids), "dr_grpo": 1 / len(everybody) / 12,
+                  "dapo": 1 / sum(len(x.ids) for x in everybody if not x.truncated)}[loss_type]
+        loss -= weight * objective
+        gradient.append(-weight * slope)
+    _, logprobs, old, mu, ref = map(list, zip(*tokens))
+    got = loss_and_gradient(logprobs, old, [s.advantage for s, *_ in tokens], [s.token_weight for s, *_ in tokens],
+                            engine_weights=(f64(old) - f64(mu)).exp().clamp(max=2), ref_logprobs=ref, beta=beta,
+                            epsilon_high=0.28, delta=delta)
+    assert got[:2] == (approx(loss, 1e-10), approx(gradient, 1e-10))
+    assert [got[2]["clip_low"], got[2]["clip_high"]] == clipped and min(clipped) > 0
+
+
+# --- logprobs ---------------------------------------------------------------------------------------------------------
+
+
+def one_by_one(hidden, weight, targets, temperature):
+    """Logprobs, entropies, and the gradients of their sum weighted by cos and sin of the position."""
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    logprobs, entropies = [], []
+    for i, target in enumerate(targets):
+        logp = (weight @ hidden[i] / temperature).log_softmax(-1)
+        logprobs.append(logp[target].item())
+        entropies.append(-(logp.exp() * logp).sum().item())
+        (math.cos(i) * logp[target] - math.sin(i) * (logp.exp() * logp).sum()).backward()
+    return f64(logprobs), f64(entropies), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("temperature, n, vocabulary", [(1.0, 37, 50), (0.5, 37, 50), (1.7, 1, 50), (0.8, 33, 2**20)])
+def test_token_logprobs(temperature, n, vocabulary):
+    """The large vocabulary needs several chunks of tokens, the last of them not full."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(n, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
+    targets, i = torch.randint(vocabulary, (n,)), torch.arange(n)
+    assert vocabulary == 50 or len(list(grpo.chunks(hidden, weight))) > 2
+    expected = one_by_one(hidden, weight, targets, temperature)
+    logprobs, entropies = grpo.token_logprobs(hidden, weight, targets, temperature)
+    torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(entropies.double(), expected[1], rtol=1e-6, atol=3e-5)
+    parts = [torch.autograd.grad(part, (hidden, weight), retain_graph=True)    # each alone, then both together
+             for part in ((i.cos() * logprobs).sum(), (i.sin() * entropies).sum())]
+    (i.cos() * logprobs + i.sin() * entropies).sum().backward()
+    for d_hidden, d_weight in ((hidden.grad, weight.grad), map(sum, zip(*parts))):
+        assert relative(d_hidden, expected[2]) < 2e-3 and relative(d_weight, expected[3]) < 1e-5
+
+
+def test_temperature_divides_the_logits():
+    hidden, head = torch.tensor([[2.0]]), torch.tensor([[1.0], [0.0]])
+    assert grpo.token_logprobs(hidden, head, torch.tensor([0]), 0.5)[0].item() == approx(-0.01815, 1e-5)
+
+
+def test_softmax_of_bfloat16_is_in_float32():
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 8).bfloat16().requires_grad_() for n in (5, 150_000))
+    targets, i = torch.randint(150_000, (5,)), torch.arange(5)
+    logp = (hidden @ weight.T).detach().double().log_softmax(-1)    # of logits that bfloat16 has rounded
+    logprobs, entropies = grpo.token_logprobs(hidden, weight, targets)
+    assert logprobs.dtype == entropies.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), logp.gather(1, targets[:, None])[:, 0], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(entropies.double(), -(logp.exp() * logp).sum(1), rtol=1e-6, atol=1e-5)
+    (i.cos() * logprobs + i.sin() * entropies).sum().backward()
+    expected = one_by_one(hidden, weight, targets, 1.0)
+    assert relative(hidden.grad, expected[2]) < 2e-2 and relative(weight.grad, expected[3]) < 2e-2
+
+
+def test_logits_are_not_kept_for_the_backward_pass():
+    hidden, weight, saved = torch.randn(64, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        grpo.token_logprobs(hidden, weight, torch.randint(1000, (64,)))
+    assert max(saved) == weight.numel() < 64 * 1000
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+def tiny_config(kind):
+    sizes = dict(vocab_size=128, initializer_range=0.2, bos_token_id=1, eos_token_id=2)
+    if kind == "gpt2":    # absolute positions, and dropout 0.1
+        return GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=256, **sizes)
+    return LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=32,
+                       num_key_value_heads=2, max_position_embeddings=256, **sizes)
+
+
+def tiny_lm(kind, attention):
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(tiny_config(kind), attn_implementation=attention).double().eval()
+    for name, module in list(lm.named_modules()):
+        if type(module).__name__ == "LlamaRMSNorm":    # it computes in float32 whatever it is given
+            lm.set_submodule(name, nn.RMSNorm(64, eps=1e-6, dtype=torch.float64))
+    return lm
+
+
+def exact_logprobs(hidden, weight, targets, temperature):
+    logp = (hidden @ weight.T / temperature).log_softmax(-1)
+    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def alone(lm, s, temperature):
+    """Logprobs and entropies of one completion by itself, in an ordinary forward pass."""
+    logits = lm(torch.tensor([s.row.prompt_ids + s.ids])).logits[0, len(s.row.prompt_ids) - 1:-1]
+    return exact_logprobs(logits, torch.eye(128, dtype=logits.dtype), torch.tensor(s.ids), temperature)
+
+
+SHAPES = {"uneven": [(3, [1, 5, 2, 9]), (40, [4, 1, 7, 1])], "one token": [(3, [1, 1]), (40, [1])],
+          "single": [(1, [6])]}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("packed, cuts", [(True, []), (True, [2, 5]), (False, [])], ids=["packed", "cut", "padded"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_row_means_what_its_completions_mean_alone(kind, packed, cuts, shape, monkeypatch):
+    """In float64, and so with another head than token_logprobs, which computes in float32."""
+    monkeypatch.setattr(grpo, "token_logprobs", exact_logprobs)
+    lm, plain = tiny_lm(kind, "grouped" if packed else "sdpa"), tiny_lm(kind, "sdpa")
+    samples = sum(make_groups(shape), [])
+    cuts = [cut for cut in cuts if cut < len(samples)]    # through groups, as split() may
+    batches = [grpo.pack(samples[a:b], packed, CPU) for a, b in zip([0, *cuts], [*cuts, len(samples)])]
+    outputs = zip(*map(Policy(lm, 0.7), batches)), zip(*(alone(plain, s, 0.7) for s in samples))
+    for got, expected in zip(*(map(torch.cat, parts) for parts in outputs), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+        slopes = [torch.autograd.grad((torch.arange(len(x)).cos() * x).sum(), model.parameters(), retain_graph=True)
+                  for x, model in ((got, lm), (expected, plain))]
+        assert relative(*(torch.cat([g.flatten() for g in gradient]) for gradient in slopes)) < 1e-10
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_exactly_the_completions_are_scored_each_token_from_the_one_before(packed):
+    samples = grpo.set_token_weights(make_groups(SHAPES["uneven"], [[1.0, 0, 0, 0], [0.0, 1, 1, 1]]), Config())
+    batch = grpo.pack(samples, packed, CPU)
+    where = [len(s.row.prompt_ids) - 1 + i for s in samples for i in range(len(s.ids))]
+    owner = [s for s in samples for _ in s.ids]
+    assert batch.input_ids.flatten()[batch.score_index].tolist() == [
+        (s.row.prompt_ids + s.ids)[i] for s, i in zip(owner, where)]
+    assert batch.position_ids.flatten()[batch.score_index].tolist() == where
+    assert batch.targets.tolist() == [token for s in samples for token in s.ids]
+    assert batch.advantages.tolist() == approx([s.advantage for s in owner])
+    assert batch.token_weights.tolist() == approx([s.token_weight for s in owner])
+    assert batch.engine_logprobs.tolist() == approx([x for s in samples for x in s.engine_logprobs])
+    assert batch.input_ids.numel() == (43 + 30 - 8 if packed else 8 * 46)    # packed: each prompt once, no last token
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_micro_batch_of_nothing_weighs_nothing(packed):
+    policy, batch = Policy(tiny_lm("llama", "grouped" if packed else "sdpa"), 1.0), grpo.pack([], packed, CPU)
+    logprobs, _ = policy(batch)
+    loss, sums = grpo.policy_loss(logprobs, logprobs.detach(), batch.advantages, batch.token_weights)
+    loss.backward()
+    assert loss.item() == sums["tokens"] == 0 and all(p.grad.eq(0).all() for p in policy.parameters())
+
+
+def row_length(samples):
+    prompts = {id(s.row): len(s.row.prompt_ids) for s in samples}
+    return sum(prompts.values()) + sum(len(s.ids) for s in samples)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_split_deals_each_sample_once_in_order_within_the_budget(world):
+    rng = random.Random(world)
+    for trial in range(40):
+        samples = sum(make_groups([(rng.randint(1, 60), [rng.randint(1, rng.choice([1, 9, 90])) for _ in range(
+            rng.randint(1, 8))]) for _ in range(rng.randint(1, 12))], seed=trial), [])
+        budget = rng.choice([1, 20, 100, 300, 2000])
+        ranks = grpo.split(samples, world, budget)
+        assert [id(s) for rank in ranks for piece in rank for s in piece] == list(map(id, samples))
+        assert len(ranks) == world and len({len(rank) for rank in ranks}) == 1
+        assert all(len(piece) < 2 or row_length(piece) <= budget for rank in ranks for piece in rank)
+        assert budget < 2000 or row_length(samples) > 2000 or len(ranks[0]) == 1
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("prompt, lengths, budget", [(50, (20, 64), 8192), (50, (20, 64), 1024), (400, (50, 300), 700),
+                                                     (1000, (8, 16), 1050)])
+def test_split_is_fair_and_sparing(prompt, lengths, budget, world):
+    for seed in range(5):
+        rng = random.Random(seed)
+        samples = sum(make_groups([(prompt + rng.randint(-5, 5), [rng.randint(*lengths) for _ in range(8)])
+                                   for _ in range(16)]), [])
+        ranks, pieces = grpo.split(samples, world, budget), [[]]
+        loads = [sum(map(row_length, rank)) for rank in ranks]
+        assert prompt > 400 or all(abs(load / sum(loads) * world - 1) < 0.1 for load in loads)
+        for s in samples:    # one rank's micro-batches if each is filled to the brim
+            pieces += [[]] * (row_length([*pieces[-1], s]) > budget)
+            pieces[-1] = [*pieces[-1], s]
+        assert world * len(ranks[0]) <= 1.5 * len(pieces) + world
+
+
+def test_split_keeps_even_groups_whole():
+    groups = make_groups([(30, [10] * 4)] * 8)
+    assert grpo.split(sum(groups, []), 2, 140) == [[sum(groups[i:i + 2], []) for i in r] for r in ((0, 2), (4, 6))]
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_loader():
+    rows, loader = list(range(10)), Loader(list(range(10)), seed=3)
+    drawn = [loader.next(n) for n in (4, 4, 4, 8, 25, 5)]
+    flat = sum(drawn, [])
+    epochs = [flat[i:i + 10] for i in range(0, 50, 10)]
+    assert [len(x) for x in drawn] == [4, 4, 4, 8, 25, 5] and all(sorted(epoch) == rows for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [rows, *epochs]}) == 6    # each epoch in an order of its own
+    assert Loader(rows, 3).next(50) == flat != Loader(rows, 4).next(50)
+    later = Loader(rows, 3)
+    later.drawn = 12
+    assert later.next(8) == drawn[3] and later.drawn == 20
+
+
+@pytest.mark.parametrize("low, high, operators, size, sizes", [
+    (10, 99, "+", 200, None), (-9, 9, "+-*", 50, None), (0, 5, "*", 5, None), (0, 999, "-", 256, (2**16 - 256, 256)),
+    (1, 2, "+-", 0, (8, 0)), (7, 7, "+", 1, (0, 1)), (7, 7, "-", 0, (1, 0)), (0, 3, "-", 6, (10, 6))])
+def test_arithmetic(low, high, operators, size, sizes):
+    cfg = Config(arithmetic_min=low, arithmetic_max=high, arithmetic_operators=operators, eval_size=size)
+    parts, count = grpo.arithmetic_rows(cfg), (high - low + 1) ** 2 * len(operators)
+    assert tuple(map(len, parts)) == sizes or not sizes and len(parts[1]) == size and (
+        count - 2 * size <= len(parts[0]) < count - size)    # less the twins of what is held out
+    problems, compute = ([], []), {"+": operator.add, "-": operator.sub, "*": operator.mul}
+    for row, seen in ((row, seen) for part, seen in zip(parts, problems) for row in part):
+        a, op, b = re.fullmatch(r"What is (-?\d+) ([-+*]) (-?\d+)\? .*", row["question"]).groups()
+        assert row["answer"] == compute[op](int(a), int(b)) and low <= int(a) <= high and low <= int(b) <= high
+        seen.append((op, int(a), int(b)))
+    train, held_out = map(set, problems)
+    assert len(train) + len(held_out) == sum(map(len, problems))
+    assert {op for op, *_ in train | held_out} == set(operators)
+    assert not train & (held_out | {(op, b, a) for op, a, b in held_out if op != "-"})
+    assert grpo.arithmetic_rows(replace(cfg, seed=9)) == parts
+    assert count < 16 or grpo.arithmetic_rows(replace(cfg, data_seed=9)) != parts
+
+
+@pytest.mark.parametrize("line, named", [
+    *((line, "not JSON") for line in ('{"prompt": "a"', "[" * 100_000, "five", b'{"prompt": "\xff"}')),
+    *((line, "`prompt` or `question`") for line in ("5", '["prompt"]', '{"answer": 1}')),
+    *(('{"answer": 1, "prompt": %s}' % prompt, "prompt") for prompt in (
+        '""', '" "', "5", "null", "[]", '["a"]', '[{"role": "user"}]', '[{"role": "user", "content": ""}]')),
+    ('{"answer": 1, "question": ""}', "question"), ('{"prompt": "a"}', "`answer`"),
+    *(('{"prompt": "a", "answer": %s}' % answer, "`answer`") for answer in ("null", "true", "[1]", '""', "{}"))])
+def test_a_bad_row_is_named(tmp_path, line, named):
+    file = tmp_path / "bad.jsonl"
+    file.write_bytes(b'{"prompt": "a", "answer": 1}\n\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    with pytest.raises(UserError) as error:
+        grpo.jsonl_rows(str(file), answer_needed=True)
+    place, _, message = str(error.value).partition(" line 3: ")
+    assert place == str(file) and named in message and "\n" not in message and len(message) < 300
+
+
+def test_a_bad_file_is_named(tmp_path):
+    (tmp_path / "empty.jsonl").write_text(" \n\n")
+    for name, message in (("empty.jsonl", "no rows"), ("missing.jsonl", "no such file"), (".", "no such file")):
+        with pytest.raises(UserError, match=f"{re.escape(str(tmp_path / name))}: {message}"):
+            grpo.jsonl_rows(str(tmp_path / name), answer_needed=True)
+
+
+def test_rows_are_read_as_they_are(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"question": "a\u2028b\x85c", "answer": 7, "level": 3, "tags": ["x"]}, {"prompt": "d", "answer": 2.5},
+            {"prompt": [{"role": "user", "content": "e"}], "answer": "#### 72"}]
+    file.write_bytes(("\ufeff" + "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)).encode())
+    assert grpo.jsonl_rows(str(file), answer_needed=True) == rows
+    file.write_text('{"prompt": "a"}\n')
+    assert grpo.jsonl_rows(str(file), answer_needed=False) == [{"prompt": "a"}]
+
+
+WORDS = ["user", "system", "bot", *(f"w{i}" for i in range(60))]
+
+
+def tiny_tokenizer(chat=True):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="user"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{{ 'bot' if add_generation_prompt }}"
+    return PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template if chat else None)
+
+
+CHAT = {"prompt": [{"role": "system", "content": "w3"}, {"role": "user", "content": "w4"}]}
+
+
+@pytest.mark.parametrize("row, chat, words", [
+    ({"question": "w1 w2"}, True, "user w1 w2 bot"), ({"question": "w1 w2"}, False, "w1 w2"),
+    ({"prompt": "w1"}, True, "w1"), ({"prompt": "w1", "question": "w2"}, True, "w1"),
+    (CHAT, True, "system w3 user w4 bot")])
+def test_tokenize(row, chat, words):
+    [got] = grpo.tokenize([row | {"answer": 5, "level": 2}], tiny_tokenizer(chat), 5)
+    assert got.prompt_ids == [WORDS.index(word) for word in words.split()]
+    assert got.prompt == row.get("prompt", row.get("question"))
+    assert got.columns == {k: v for k, v in row.items() if k != "prompt"} | {"answer": 5, "level": 2}
+
+
+def test_chat_messages_need_a_chat_template():
+    with pytest.raises(UserError, match="no chat template"):
+        grpo.tokenize([CHAT], tiny_tokenizer(chat=False), 9)
+
+
+def write_rows(path, prompts):
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": 1}) + "\n" for prompt in prompts))
+    return str(path)
+
+
+def test_load_data_drops_and_says_what(tmp_path, capsys):
+    file = write_rows(tmp_path / "a.jsonl", [*WORDS[3:23], *["w1 w1 w1 w1 w1"] * 3, "w59"])
+    cfg = Config(dataset=file, eval_dataset=write_rows(tmp_path / "b.jsonl", ["w3", "w4", "w50"]), max_prompt_length=4)
+    train, held_out = ({row.prompt for row in rows} for rows in grpo.load_data(cfg, tiny_tokenizer()))
+    assert held_out == {"w3", "w4", "w50"} and train == {*WORDS[3:23], "w59"} - held_out
+    out = capsys.readouterr().out
+    assert "3 of 27 prompts dropped: longer than --max-prompt-length 4" in out and "2 of 21 training prompts" in out
+    assert len(grpo.load_data(replace(cfg, eval_size=1), tiny_tokenizer())[1]) == 1
+
+
+def test_load_data_sets_held_out_rows_aside(tmp_path):
+    prompts = lambda cfg: [[row.prompt for row in rows] for rows in grpo.load_data(cfg, tiny_tokenizer())]
+    cfg = Config(dataset=write_rows(tmp_path / "a.jsonl", WORDS[3:33]), eval_size=14)
+    train, held_out = prompts(cfg)
+    assert len(held_out) == 14 and sorted(train + held_out) == sorted(WORDS[3:33])
+    assert held_out != sorted(held_out, key=WORDS.index)    # a random share, not the head of the file
+    assert prompts(replace(cfg, seed=5)) == [train, held_out] != prompts(replace(cfg, data_seed=5))
+    with pytest.raises(UserError, match=r"a.jsonl leaves 15 .* 15 held out .*--prompts-per-step 16"):
+        prompts(replace(cfg, eval_size=15))
+
+
+# --- config -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named, flags", [
+    *((name, {name: value}) for value in (0, -1) for name in (
+        "prompts_per_step", "max_prompt_length", "max_completion_length", "num_iterations", "num_minibatches",
+        "max_steps", "eval_steps", "tokens_per_micro_batch", "learning_rate", "max_grad_norm", "temperature", "epsilon",
+        "epsilon_high", "vllm_importance_sampling_clip_max")),
+    *((name, {name: -1}) for name in ("beta", "weight_decay", "warmup_steps", "eval_size", "adam_beta2")),
+    *((name, {name: math.nan}) for name in ("learning_rate", "temperature", "beta", "delta")),
+    *((name, {name: 1.0}) for name in ("epsilon", "adam_beta2", "vllm_gpu_memory_utilization")),
+    ("vllm_gpu_memory_utilization", {"vllm_gpu_memory_utilization": 0.0}), ("num_generations", {"num_generations": 1}),
+    ("prompts_per_step", {"prompts_per_step": 17}), ("num_minibatches", {"num_minibatches": 16}),
+    ("delta", {"delta": 1.2}), ("delta", {"delta": 1.3, "epsilon_high": 0.4}),
+    ("vllm_max_model_length", {"vllm_max_model_length": 16}), ("arithmetic_operators", {"arithmetic_operators": "/"}),
+    ("arithmetic_operators", {"arithmetic_operators": ""}), ("arithmetic_min", {"arithmetic_min": 100}),
+    ("device", {"device": "cuda"})])
+def test_a_bad_flag_is_named(named, flags, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError) as error:
+        grpo.check_config(Config(**flags), 2)
+    assert "--" + named.replace("_", "-") in str(error.value)
+
+
+@pytest.mark.parametrize("world, flags", [
+    (1, {}), (16, {}), (2, {"delta": 1.21}), (2, {"num_minibatches": 8}), (1, {"eval_size": 0, "warmup_steps": 0}),
+    (1, {"vllm_max_model_length": 17}), (1, {"arithmetic_min": -5, "arithmetic_max": -5})])
+def test_a_good_flag_is_taken(world, flags):
+    grpo.check_config(Config(**flags), world)
+
+
+# --- reward -----------------------------------------------------------------------------------------------------------
+
+
+def reward_group(texts=("a", "bb", "ccc")):
+    row = Row("the prompt", [1], {"answer": 7, "level": "hard"})
+    return [Sample(row, [5] * (i + 1), [0.0] * (i + 1), False, text) for i, text in enumerate(texts)]
+
+
+def test_a_reward_gets_lists_and_columns():
+    calls = []
+
+    def everything(prompts, completions, completion_ids, **columns):
+        calls.append((prompts, completions, completion_ids, columns))
+        return [len(completion) for completion in completions]
+
+    def little(level, completions):
+        calls.append((level, completions))
+        return (True, 0.5, 2)
+    assert grpo.call_reward(everything, reward_group()) == [1.0, 2.0, 3.0]
+    assert grpo.call_reward(little, reward_group()) == [1.0, 0.5, 2.0]
+    assert calls == [(["the prompt"] * 3, ["a", "bb", "ccc"], [[5], [5, 5], [5, 5, 5]],
+                      {"answer": [7] * 3, "level": ["hard"] * 3}), (["hard"] * 3, ["a", "bb", "ccc"])]
+    assert grpo.call_reward(grpo.correct, reward_group(("7", "8", "It is 7."))) == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], [1.0] * 4, [], [1, 2, math.nan], [1, 2, math.inf], [1, None, 2],
+                                    ["1", "2", "3"]])
+def test_a_reward_that_returns_nonsense_is_named(values):
+    def my_rule(completions):
+        return values
+    with pytest.raises(UserError, match="my_rule"):
+        grpo.score(my_rule, [reward_group()])
+
+
+def test_a_reward_that_raises_costs_only_the_completion_it_raises_on():
+    def touchy(completions):
+        return [100 / (len(completion) - 2) for completion in completions]
+    groups = [reward_group(), reward_group(("dddd", "eeeeeee", "")), reward_group(("gg", "hhh", "ii"))]
+    failures = grpo.score(touchy, groups)
+    assert [[s.reward for s in group] for group in groups] == [[-100, 0, 100], [50, 20, -50], [0, 100, 0]]
+    assert len(failures) == 3 and all("ZeroDivisionError" in failure for failure in failures)
+    assert all(text in failure for text, failure in zip(("'bb'", "'gg'", "'ii'"), failures))
+
+
+def test_load_reward(tmp_path):
+    assert grpo.load_reward("correct") is grpo.correct
+    for name, text in (("rule", "from math import pi\nbad = 3\ndef short(completions):\n    return [pi]\n"),
+                       ("broken", "import no_such_module\n"), ("syntax", "def f(:\n")):
+        (tmp_path / f"{name}.py").write_text(text)
+    assert grpo.load_reward(f"{tmp_path}/rule.py:short")(["a"]) == [math.pi]
+    for spec, message in (("none.py:f", "no file"), ("corect", "no file"), ("rule.py:long", "no function 'long'"),
+                          ("rule.py:bad", "no function 'bad'"), ("syntax.py:f", "SyntaxError"),
+                          ("broken.py:f", "no_such_module")):
+        with pytest.raises(UserError, match=f"--reward {tmp_path}/{re.escape(spec)}: .*{message}"):
+            grpo.load_reward(f"{tmp_path}/{spec}")
+
+
+# --- update -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind, expected", [
+    ("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+    ("cosine", [0.5, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])])
+def test_learning_rate(kind, expected):
+    cfg = Config(lr_scheduler_type=kind, warmup_steps=2, max_steps=6, learning_rate=2.0)
+    assert [grpo.learning_rate(step, cfg) / 2 for step in range(6)] == approx(expected)
+    assert grpo.learning_rate(0, replace(cfg, warmup_steps=0)) == 2
+    assert grpo.learning_rate(1, replace(cfg, warmup_steps=8)) == 0.5
+
+
+def test_sample_metrics():
+    groups = make_groups([(1, [1, 3]), (1, [2, 2])], [[1.0, 0.0], [1.0, 1.0]])
+    groups[0][0].text, groups[0][1].text, groups[1][1].text = "92", "What is it?", "It is 7."
+    groups[0][1].truncated = True
+    expected = {"reward/mean": 0.75, "reward/std": 0.4330, "reward/group_std": 0.25, "reward/zero_std_groups": 0.5,
+                "reward/advantage_std": 0.7071, "completion/length_mean": 2, "completion/length_max": 3,
+                "completion/truncated": 0.25, "completion/parsable": 0.5}
+    got = grpo.sample_metrics(groups)
+    assert {name: got[name] for name in expected} == approx(expected, 1e-4)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of tiny models, and a process group of one."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, (name, kind) in enumerate([("llama", "llama"), ("reference", "llama"), ("gpt2", "gpt2")]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(tiny_config(kind)).save_pretrained(folder / name)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    yield folder
+    dist.destroy_process_group()
+
+
+def load(folder, packed=True, trainable=True, **flags):
+    cfg = Config(model_name_or_path=str(folder), bf16=False, **flags)
+    return cfg, grpo.load_policy(cfg, AutoConfig.from_pretrained(folder), packed, CPU, trainable)
+
+
+def weights_of(policy):
+    return torch.cat([grpo.whole(p.detach()).flatten() for p in policy.parameters()]).clone()
+
+
+def step_groups():
+    return make_groups([(5, [3, 1, 7, 2]), (9, [2, 6, 4, 4]), (3, [8, 1, 1, 5]), (7, [4, 2, 5, 3])],
+                       [[1.0, 0, 0, 0], [1.0, 1, 0, 0], [1.0, 1, 1, 1], [0.0, 0, 0.5, 1]])
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """Records the calls of policy_loss: their ratios and token weights."""
+    calls, policy_loss = [], grpo.policy_loss
+
+    def recorded(logprobs, old_logprobs, advantages, token_weights, **options):
+        calls.append(((logprobs - old_logprobs).detach().exp(), token_weights.tolist()))
+        return policy_loss(logprobs, old_logprobs, advantages, token_weights, **options)
+    monkeypatch.setattr(grpo, "policy_loss", recorded)
+    return calls
+
+
+@pytest.mark.parametrize("micro_batches, budget, loss_type, packed, flags", [
+    (1, 8192, "grpo", True, {}), (2, 50, "grpo", True, {}), (7, 15, "grpo", True, {}), (2, 50, "grpo", False, {}),
+    (1, 8192, "dapo", True, {}), (7, 15, "dapo", True, {}), (7, 15, "dr_grpo", True, {}),
+    (2, 50, "grpo", True, {"gradient_checkpointing": True}), (2, 50, "dapo", True, {"skip_zero_std_groups": False}),
+    (2, 50, "grpo", True, {"vllm_importance_sampling_correction": False})])
+def test_an_update_against_one_completion_at_a_time(models, losses, micro_batches, budget, loss_type, packed, flags):
+    cfg, policy = load(models / "llama", packed, loss_type=loss_type, tokens_per_micro_batch=budget, beta=0.1,
+                       temperature=0.8, mask_truncated_completions=True, max_grad_norm=1e9, max_completion_length=10,
+                       **flags)
+    _, reference = load(models / "reference", packed, trainable=False, temperature=0.8)
+    lm, ref = (AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float64)
+               for name in ("llama", "reference"))
+    groups, loss, kls, entropies, gaps = step_groups(), 0.0, [], [], []
+    groups[0][2].truncated = groups[3][1].truncated = True
+    everybody = sum(groups, [])
+    for s in everybody:
+        if s.truncated or s.row is groups[2][0].row and cfg.skip_zero_std_groups:
+            continue
+        logprobs, entropy = alone(lm, s, 0.8)
+        ref_gap, gap = alone(ref, s, 0.8)[0].detach() - logprobs, logprobs.detach() - f64(s.engine_logprobs)
+        kl = ref_gap.exp() - ref_gap - 1
+        engine = gap.exp().clamp(max=2) if cfg.vllm_importance_sampling_correction else 1
+        weight = {"grpo": 1 / 16 / len(s.ids), "dr_grpo": 1 / 160, "dapo": 1 / sum(
+            len(x.ids) for x in everybody if not x.truncated)}[loss_type]
+        loss -= (weight * (engine * (logprobs - logprobs.detach()).exp() * s.advantage - 0.1 * kl)).sum()
+        kls, entropies, gaps = kls + kl.tolist(), entropies + entropy.tolist(), gaps + gap.abs().tolist()
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, lm.parameters())])
+
+    before = weights_of(policy)
+    metrics = grpo.train_on(groups, policy, reference, torch.optim.SGD(policy.parameters(), lr=0.1), cfg, packed, CPU)
+    assert len(losses) >= micro_batches and (micro_batches > 1 or len(losses) == 1)
+    torch.testing.assert_close(weights_of(policy).double(), before - 0.1 * gradient, rtol=0, atol=1e-6)
+    assert relative(before - weights_of(policy), 0.1 * gradient) < 1e-4
+    mean = lambda values: sum(values) / len(values)
+    assert metrics == approx({
+        "policy/loss": loss.item(), "policy/grad_norm": gradient.norm().item(), "policy/kl": mean(kls),
+        "policy/entropy": mean(entropies), "policy/clip_low": 0, "policy/clip_high": 0, "policy/ratio_max": 1,
+        "policy/engine_gap_mean": mean(gaps), "policy/engine_gap_max": max(gaps), "policy/updates": 1,
+        "policy/skipped_updates": 0}, 1e-5)
+
+
+def test_long_gradients_are_scaled_down(models):
+    cfg, policy = load(models / "llama", max_grad_norm=1e-3)
+    before = weights_of(policy)
+    metrics = grpo.train_on(step_groups(), policy, None, torch.optim.SGD(policy.parameters(), lr=10.0), cfg, True, CPU)
+    assert metrics["policy/grad_norm"] > 0.01 and (weights_of(policy) - before).norm().item() == approx(0.01, 1e-3)
+
+
+def test_equal_rewards_move_nothing_not_even_by_momentum(models):
+    cfg, policy = load(models / "llama", beta=0.1)
+    _, reference = load(models / "reference", trainable=False)
+    optimizer, weights = torch.optim.AdamW(policy.parameters(), lr=1e-3), [weights_of(policy)]
+    for rewards in ([1.0] * 4, [1.0, 0, 0, 0], [0.7] * 4):
+        groups = make_groups([(5, [3, 1, 7, 2])], [rewards])
+        metrics = grpo.train_on(groups, policy, reference, optimizer, cfg, True, CPU)
+        weights.append(weights_of(policy))
+        signal = rewards[1] == 0
+        assert (metrics["policy/updates"], metrics["policy/skipped_updates"]) == (signal, not signal)
+        assert (metrics["policy/grad_norm"] > 0) == signal and torch.equal(*weights[-2:]) != signal
+
+
+@pytest.mark.parametrize("kind, flags", [("gpt2", {}), ("llama", {}), ("gpt2", {"gradient_checkpointing": True})])
+def test_the_ratio_is_1_until_the_weights_move(models, losses, kind, flags):
+    """For gpt2 as well, whose config has dropout."""
+    cfg, policy = load(models / kind, num_iterations=2, epsilon=1e-9, **flags)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    metrics = grpo.train_on(step_groups(), policy, None, optimizer, cfg, True, CPU)
+    first, second = (ratio for ratio, _ in losses)
+    assert first.eq(1).all() and (second - 1).abs().mean() > 1e-3
+    advantages = torch.tensor([s.advantage for i in (0, 1, 3) for s in step_groups()[i] for _ in s.ids])
+    for name, clipped in (("low", (second < 1) & (advantages < 0)), ("high", (second > 1) & (advantages > 0))):
+        assert metrics[f"policy/clip_{name}"] == approx(clipped.double().mean().item() / 2)    # none in the first
+    assert metrics["policy/ratio_max"] == approx(second.max().item()) and metrics["policy/updates"] == 2
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_each_minibatch_is_normalised_by_its_own_groups(models, losses, loss_type):
+    cfg, policy = load(models / "llama", num_minibatches=2, num_iterations=2, loss_type=loss_type)
+    groups, optimizer = step_groups(), torch.optim.SGD(policy.parameters(), lr=0.1)
+    metrics = grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU)
+    # groups[2] has no signal, but counts; each half has 8 completions of 29 tokens
+    halves = [[1 / 8 / len(s.ids) if loss_type == "grpo" else 1 / 29 for s in half for _ in s.ids]
+              for half in (groups[0] + groups[1], groups[3])]
+    assert [weights for _, weights in losses] == list(map(approx, halves * 2)) and metrics["policy/updates"] == 4
+    # pi_old is the policy that sampled, for the second half as well
+    assert losses[0][0].eq(1).all() and all((ratio - 1).abs().mean() > 1e-3 for ratio, _ in losses[1:])
+    cfg = replace(cfg, num_minibatches=4, num_iterations=1)
+    metrics = grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU)
+    assert (metrics["policy/updates"], metrics["policy/skipped_updates"]) == (3, 1)
+
+
+@pytest.mark.parametrize("spoil", [lambda s: setattr(s, "advantage", math.nan),
+                                   lambda s: s.engine_logprobs.__setitem__(1, math.nan)], ids=["advantage", "engine"])
+def test_a_gradient_that_is_not_finite_is_no_update(models, spoil):
+    cfg, policy = load(models / "llama", tokens_per_micro_batch=50)
+    before, optimizer, groups = weights_of(policy), torch.optim.AdamW(policy.parameters(), lr=1e-3), step_groups()
+    spoil(groups[1][1])
+    metrics = grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU)
+    assert (metrics["policy/updates"], metrics["policy/skipped_updates"]) == (0, 1)
+    assert torch.equal(weights_of(policy), before) and not optimizer.state
+    metrics = grpo.train_on(step_groups(), policy, None, optimizer, cfg, True, CPU)    # nothing is left over
+    assert metrics["policy/updates"] == 1 and weights_of(policy).isfinite().all()
+
+
+def test_a_reward_that_always_raises_ends_the_run(models, capsys):
+    class Engine:
+        sample = staticmethod(lambda rows, *args: [reward_group() for _ in rows])
+    rows, picky = [Row("", [1], {})] * 2, lambda completions: [{"a": 1.0, "ccc": 0.5}[text] for text in completions]
+    groups, failures = grpo.rollout(Engine, rows, 3, 1.0, 0, picky, "")
+    assert failures == 2 and [s.reward for group in groups for s in group] == [1, 0, 0.5] * 2
+    assert "2 of 6 completions" in capsys.readouterr().out
+    with pytest.raises(UserError, match="every completion.*NameError"):
+        grpo.rollout(Engine, rows, 3, 1.0, 0, lambda completions: [typo], "")    # noqa: F821
+
+
+# --- reward cases -----------------------------------------------------------------------------------------------------
+
+REWARD_CASES = [
+    # bare answers of the default task, with no marker
+    ("92", "92", True), ("92.", "92", True), ("= 92", "92", True), (" 92\n", 92, True), ("34 + 58 = 92", "92", True),
+    ("34 + 58 = 92.", 92, True), ("The sum of 34 and 58 is 92.", "92", True), ("34 plus 58 equals 92", "92", True),
+    ("34 + 58 = 92!", "92", True), ("**92**", "92", True), ("It is 92.\nHope this helps!", "92", True),
+    ("93", "92", False), ("34 + 58 = 93", "92", False), ("The sum of 34 and 58 is 91.", "92", False),
+    ("920", "92", False), ("9", "92", False), ("So she has 17 marbles left.", "17", True),
+    ("So, 30 + 60 = 90\n90 + 2 = 92", "92", True), ("-7", -7, True),
+    # bare text that states no answer: the question echoed, cut-off text, words
+    ("34 + 58", "58", False), ("What is 34 + 58?", "58", False), ("34 + 58 =", "58", False), ("34 and 58", "34", False),
+    ("The sum of 34 and 58 is", "58", False), ("Add 34 to 58", "58", False), ("ninety", "90", False),
+    ("What is 58? Answer with only the number.", "58", False), ("34 + 5", "5", False), ("Step 1", "1", False),
+    ("1. Add the numbers", "1", False), ("First part.\n2. Double it", "2", False), ("Step 3: add", "3", False),
+    # guesses are never paid
+    ("42 or 43", "42", False), ("42 or 43", "43", False), ("1, 2, 3", "3", False), ("1 2 3 4", "4", False),
+    ("40 41 42", "42", False), ("between 40 and 50", "50", False), ("Between 40 and 50.", "40", False),
+    ("either 6 or 7", "7", False), ("Maybe 42", "42", False), ("40-50", "50", False), ("40–50", "40", False),
+    ("42/43/44", "44", False), ("It is 42. Or 43.", "43", False), ("It is 42. No, 43.", "42", False),
+    ("6;7", "7", False), ("#### 6 or 7", "6", False), ("#### 6 7", "7", False), ("#### 6, 7", "7", False),
+    ("#### 6; 7", "6", False), ("#### 6. 7. 8.", "6", False), ("#### 6 / 7 / 8", "8", False),
+    ("#### 6 (or 7)", "6", False), ("#### 6 (perhaps 7)", "7", False), ("#### 6 pens and 7 pens", "7", False),
+    ("The answer is 6 or 7.", "7", False), ("The answer is 6. Or maybe 7.", "6", False), ("\\boxed{6, 7}", "7", False),
+    ("\\boxed{6\\text{ or }7}", "6", False), ("\\boxed{x=6, y=7}", "7", False), ("x = 6, y = 7", "7", False),
+    ("\\boxed{6;7}", "6", False), ("\\boxed{1}\\boxed{2}\\boxed{3}", "3", False),
+    ("#### 1\n#### 2\n#### 3\n#### 4", "4", False), ("The answer is 1. The answer is 2. The answer is 3.", "3", False),
+    ("1\n2\n3 4", "4", False),
+    # claims that only name the number
+    ("not 42", "42", False), ("The answer is not 42.", "42", False), ("The answer isn't 42.", "42", False),
+    ("more than 42", "42", False), ("at least 42", "42", False), ("x > 42", "42", False),
+    ("\\boxed{x \\ge 42}", 42, False), ("#### < 42", "42", False), ("34 + 58 != 92", "92", False),
+    ("34 + 58 ≠ 92", "92", False), ("±42", "42", False), ("#### x ≤ 42", "42", False),
+    ("It can never be 42.", "42", False),
+    # #### lines
+    ("#### 72", "72", True), ("####72", 72, True), ("#### 72\n", 72.0, True), ("8*9=72\n#### 72 eggs", "72", True),
+    ("#### = 72", "72", True), ("####  72 .", "72", True), ("#### x = 72", "72", True), ("#### 70+2=72", "72", True),
+    ("#### 71", "72", False), ("#### 7", "72", False), ("#### 72", "7", False), ("#### 172", "72", False),
+    ("#### 5\nOh, I mean\n#### 6", "6", True), ("#### 5\nOh, I mean\n#### 6", "5", False), ("#### 21", 1, False),
+    ("#### 8, which is 3 more than 5", "3", False), ("#### 8, which is 3 more than 5", "5", False),
+    ("#### 4 + 4", "4", False), ("#### 4 +", "4", False), ("####", "72", False),
+    ("#### <answer>72</answer>", "72", True), ("#### \n72", "72", True), ("#### 2*4", "8", False),
+    ("#### 2*4", "4", False), ("##### 72", "72", True), ("72 ####", "72", True),
+    # headings are no answers
+    ("#### Step 1\nadd", "1", False), ("#### Step 2", "2", False), ("#### 2. Double it", "2", False),
+    ("#### Part 3\n3 * 4 = 12", "12", True), ("#### 1. Add\n7\n#### 2. Double\n#### 14", "14", True),
+    ("#### Answer\n14", "14", True), ("#### Answer: 14", "14", True), ("### Step 4: 3 + 4 = 7", "7", True),
+    ("#### Question 5", 5, False), ("#### Result\nThe result is 9.", "9", True), ("#### N/A", "0", False),
+    # remarks after the answer
+    ("#### 12 (4 rows of 3)", "12", True), ("#### 12 (4 rows of 3)", "3", False), ("#### 12 (= 3 * 4)", "12", True),
+    ("#### 12, found in 3 steps", "3", False), ("#### 12. This took 3 steps.", "3", False),
+    ("<answer>12 (3 * 4 rows)", 12, True), ("#### 12, in total", "12", True),
+    ("\\boxed{12} as 3 times 4 is 12", "12", True), ("#### 12\n// 13", "13", False),
+    ("The answer is 12. There were 3 steps.", "12", True), ("The answer is 12. There were 3 steps.", "3", False),
+    # boxes
+    ("\\boxed{7}", "7", True), ("$\\boxed{7}$.", 7, True), ("\\boxed {7}", "7", True),
+    ("\\boxed{\\text{7}}", "7", True), ("\\boxed{{7}}", "7", True), ("\\boxed{x = 7}", "7", True),
+    ("\\boxed{\\$7}", "7", True), ("\\boxed{+7}", "7", True), ("\\boxed{3} then \\boxed{7}", "7", True),
+    ("\\boxed{3} then \\boxed{7}", "3", False), ("\\boxed{7", "7", False), ("\\boxed{7} and \\boxed{}", "7", True),
+    ("\\boxed{}", "0", False), ("\\boxed{ }", "", False), ("\\boxed{8}", 7, False), ("\\boxed{7x}", "7", False),
+    ("\\boxed{7\\pi}", "7", False), ("\\boxed{7i}", "7", False), ("\\boxed{7!}", "7", False),
+    ("\\boxed{7^2}", "7", False), ("\\boxed{7^2}", "2", False), ("\\boxed{\\sqrt{7}}", "7", False),
+    ("\\boxed{\\sqrt[3]{7}}", "3", False), ("\\boxed{\\{7\\}}", "7", False), ("\\boxed{7+}", "7", False),
+    ("\\boxed{\\log_2 7}", "7", False), ("\\boxed{a_7}", "7", False), ("\\boxed{g(7)}", "7", False),
+    ("\\boxed{a_{7}}", "7", False),
+    ("\\boxed{7_{10}}", "10", False), ("\\boxed{-x}", "1", False), ("\\boxed{|7|}", "7", False),
+    ("\\boxed{7 \\cdot 1}", "7", False), ("\\boxed{7\\text{ million}}", "7", False),
+    # <answer> tags, 'answer is', and which of several markers counts
+    ("<answer>7</answer>", "7", True), ("<answer> 7 km </answer>", "7", True), ("<answer>8</answer>", "7", False),
+    ("<answer>7 or 8</answer>", "7", False), ("<answer>\n7\n</answer>\n", "7", True), ("<answer></answer>", "7", False),
+    ("The answer is 7", "7", True), ("Answer: 7", "7", True), ("**Answer:** 7", "7", True), ("ANSWER = 7", "7", True),
+    ("**Final Answer**: $7$", "7", True), ("The final answer is: 7.", "7", True), ("The answer is 7!", "7", True),
+    ("The answer is 8.", "7", False), ("The answer is 7 apples.\nBye 3.", "7", True), ("Answer：7", "7", True),
+    ("The answer is 6. Wait, the answer is 7.", "7", True), ("The answer is 6. Wait, the answer is 7.", "6", False),
+    ("The answer is 6.\n#### 7", "7", True), ("The answer is 6.\n#### 7", "6", False), ("Answer:\n7", "7", True),
+    ("#### 6\nso \\boxed{7}", "7", True), ("\\boxed{6}\n#### 7", "6", False), ("The answer is", "7", False),
+    # thinking and special tokens
+    ("<think>5</think>7", "7", True), ("<think>5</think>7", "5", False), ("<think>#### 7</think>", "7", False),
+    ("<think>#### 7", "7", False), ("<think>\\boxed{7}", "7", False), ("<think>a</think>\nb\n<think>7", "7", False),
+    ("so 5\n</think>\n\n7", "7", True), ("so 7\n</think>", "7", False), ("7<|im_end|>", "7", True), ("7</s>", 7, True),
+    ("#### 7<|endoftext|>", "7", True), ("\\boxed{7}<|eot_id|>\n", "7", True), ("<|im_end|>", "7", False),
+    ("7<eos>", "7", True), ("#### 4<|im_end|>2", "42", False), ("The total is 4*3=<<4*3=12>>12 pens.", "12", True),
+    # signs
+    ("#### -3", "-3", True), ("#### - 3", "-3", True), ("#### −3", -3, True), ("#### +3", "3", True),
+    ("-3", "3", False), ("3", "-3", False), ("#### 9-6", "-6", False), ("9 - 6 = 3", "3", True),
+    ("6 - 9 = -3", "-3", True), ("6 - 9 = -3", "3", False), ("#### minus 3", "-3", True),
+    ("It is negative 3.", "-3", True), ("#### --3", "-3", False), ("\\boxed{-(3)}", "3", False),
+    ("#### -$3", "-3", True), ("#### $-3$", "-3", True), ("#### -0.0", 0, True), ("Minus 3", 3, False),
+    ("The temperature is -3 degrees.", -3, True), ("It is minus 3.", "3", False), ("#### （-3）", "-3", True),
+    # thousands separators and decimals
+    ("#### 3,000", "3000", True), ("3,000", "3", False), ("#### 3,000", "0", False),
+    ("#### 12,345,678.9", 12345678.9, True), ("3{,}000", "3000", True), ("\\boxed{3\\,000}", "3000", True),
+    ("\\boxed{3,\\!000}", "3000", True), ("#### 3,00", "300", False), ("#### 3, 000", "3000", False),
+    ("#### 0,250", "250", False), ("3.50", "3.5", True), ("#### 3.4.5", "3.4", False), ("#### 3.14", "3", False),
+    ("#### 3.14", "14", False), ("#### 007", "7", True), ("#### 2.9999", "3", False), ("#### 3.0001", 3, False),
+    ("#### 1,2,3", "123", False), ("3000", "3,000", True),
+    # currency
+    ("#### $15", "15", True), ("#### €15", "15", True), ("#### 15 £", "15", True), ("#### 15 dollars", "$15", True),
+    ("It costs $15.", "15", True), ("It costs $15.", "5", False), ("#### US$ 15", "15", True),
+    ("#### $15.5", "15.50", True), ("#### \\$15", "15", True), ("\\boxed{\\$1{,}500}", "1500", True),
+    ("#### $15 and $16", "15", False),
+    # units
+    ("#### 9 cm", "9", True), ("#### 9cm", "9", True), ("#### 9 cm^3", "9", True), ("#### 9 cm^3", "3", False),
+    ("#### 9 m²", "9", True), ("\\boxed{9\\text{ cm}^2}", "9", True), ("\\boxed{9\\ \\mathrm{km/h}}", "9", True),
+    ("\\boxed{30^\\circ}", "30", True), ("\\boxed{30^{\\circ}}", "30", True), ("#### 30°", "30", True),
+    ("\\boxed{9\\,\\text{m}}", "9", True), ("#### 9 miles per hour", "9", True), ("#### 9th", "9", True),
+    ("9", "9 cm", True), ("#### 9 dozen", "9", False), ("#### 9 thousand", "9", False),
+    ("#### 9 and a half", "9", False), ("9k", "9", False),
+    # percent: as written, or as the share it means
+    ("25%", "25", True), ("25%", "25%", True), ("25 percent", "25%", True), ("25\\%", "25 \\%", True),
+    ("25", "25%", True), ("0.25", "25%", True), ("\\boxed{25\\%}", "0.25", True), ("25%", "1/4", True),
+    ("2500%", "25%", False), ("0.25%", "25%", False), ("25%", "0.0025", False), ("25%", "2500", False),
+    ("24%", "0.25", False),
+    # fractions and mixed numbers
+    ("1/2", "0.5", True), ("\\frac{1}{2}", "1/2", True), ("\\boxed{\\frac12}", "0.5", True),
+    ("\\tfrac{2}{4}", "1/2", True), ("\\boxed{\\frac{1}2}", "1/2", True), ("1/3", "0.3333", False),
+    ("0.333", "1/3", False), ("2/3", "3/2", False), ("1/2", "2", False), ("1/2", "1", False), ("6/3", "2", True),
+    ("½", "0.5", True), ("2½", "2.5", True), ("2 1/2", "2.5", True), ("\\boxed{2\\frac{1}{2}}", "5/2", True),
+    ("-2 1/2", "-2.5", True), ("-2 1/2", "-1.5", False), ("\\boxed{-2\\tfrac12}", "-5/2", True), ("2 1/2", "1", False),
+    ("2 1/2", "10.5", False), ("-1/2", "1/2", False), ("\\boxed{\\frac{-1}{-2}}", "1/2", True),
+    ("\\boxed{-\\frac{-1}{2}}", "-1/2", False), ("1/2 cup", "1/2", True), ("\\boxed{\\frac{x}{2}}", "2", False),
+    ("5/0", "5", False), ("0/0", "0", False), ("1/2/3", "1/2", False), ("\\boxed{\\frac{3+3}{2}}", "3/2", False),
+    ("x/5", "5", False), ("3:5", "5", False), ("3 : 5", "5", False),
+    # scientific notation
+    ("1.5e3", "1500", True), ("#### 1.5E-2", "0.015", True), ("\\boxed{1.5 \\times 10^{3}}", 1500, True),
+    ("1.5 x 10^3", "1500", True), ("1.5 × 10³", "1500", True), ("\\boxed{1.5\\cdot10^{-2}}", "0.015", True),
+    ("1500", 1.5e3, True), ("1.5e3", "1.5", False), ("\\boxed{3 \\times 10^3}", "3", False), ("2e1", "20", True),
+    ("10^3", "10", False), ("#### 1e22", 1e22, True), ("\\boxed{2 \\times 3}", "3", False),
+    # unicode
+    ("=７２", "72", True), ("#### ７２", "72", True), ("#### ٧٢", "72", True), ("####\u202f72", "72", True),
+    ("5²", "52", False), ("#### 7\u200a", "7", True), ("答案是 72", "72", True), ("５００", "500", True),
+    ("3\u00a0000", "3", False),
+    # markdown
+    ("`72`", "72", True), ("```\n72\n```", "72", True), ("> 72", "72", True), ("*72*", "72", True),
+    ("__72__", "72", True), ("#### __72__", "72", True), ("**Answer: 72**", "72", True), ('"72"', "72", True),
+    ("- The sum is 72.", "72", True), ("1. 70 + 2 = 72", "72", True), ("\\(72\\)", "72", True), ("[72]", "72", True),
+    ("#### 6*7", "67", False),
+    # golds: worked solutions, texts, none
+    ("#### 72", "8*9=<<8*9=72>>72 eggs\n#### 72", True), ("#### 9", "8*9=72 eggs\n#### 72", False), ("7", None, False),
+    ("\\boxed{3}", "We get \\boxed{3}.", True), ("\\boxed{2}", "2 more is \\boxed{3}.", False), ("", "", False),
+    ("0", 0, True), ("#### 0", None, False), ("None", None, False), ("#### 3", "no idea", False), ("", 0, False),
+    ("\\boxed{}", "", False), ("\\boxed{$}", "$", False), ("nan", float("nan"), False), ("1e999", float("inf"), False),
+    # symbolic answers: equal as plain text or not paid
+    ("\\boxed{\\sqrt{5}}", "$\\sqrt{5}$", True), ("\\boxed{\\left(1, 2\\right)}", "(1,2)", True),
+    ("\\boxed{x}", "y", False), ("\\boxed{\\dfrac{x}{2}}", "\\frac{x}{2}", True), ("The answer is (C).", "C", True),
+    ("Answer: D", "C", False), ("\\boxed{\\text{even}}", "even", True), ("\\boxed{(0, 1]}", "[0,1]", False),
+    ("\\boxed{2x}", "2x", True), ("\\boxed{\\frac{1}{23}x}", "\\frac{12}{3}x", False), ("\\boxed{3, 5}", "5, 3", False),
+    ("\\boxed{(3,5)}", "35", False),
+    # what would be huge ends at once
+    ("9^9^9^9", "9", False), ("\\boxed{9^{9^9}}", "9", False), ("\\boxed{(10^9)!}", "10", False),
+    ("1e999999999", 1, False), ("#### " + "3" * 5000, "3", False), ("2" * 5000, 2, False), ("1e-99999", "0", False),
+    ("7", 10**5000, False),
+]
+FRAGMENTS = (
+    "<think> </think> <answer> </answer> \\boxed{ { } \\frac \\frac{1} \\text{ #### ** ` > $ % \\% , . ; : = + - − / "
+    "^ _ ! ? ( ) \\{ \\\\ 0 1 42 1,250 .5 e3 ½ ² ٣ ７ x pi km or is answer Answer: Step <|im_end|> << >> "
+    "\u0301 \ufeff \ud800 \0"
+).split() + [" ", "\n", "\xa0", "\r"]
+
+
+def test_cases():
+    wrong = [case for case in REWARD_CASES if grpo.answer_is_correct(*case[:2]) is not case[2]]
+    assert len(REWARD_CASES) >= 260 and not wrong
+
+
+def test_extract_answer():
+    assert grpo.extract_answer("#### 7 km\n") == "7 km" and grpo.extract_answer("It is 7.") == "7."
+    assert [grpo.extract_answer(text) for text in ("", "no number", "#### ...", "42 or 43", "<think>7")] == [None] * 5
+
+
+def test_random_text_never_raises():
+    rng = random.Random(0)
+    for _ in range(3000):
+        text, gold = ("".join(rng.choices(FRAGMENTS, k=rng.randint(0, 30))) for _ in range(2))
+        assert grpo.answer_is_correct(text, gold) in (True, False)
+
+
+LONG = [
+    "<think>", "</think>", "\\boxed{", "\\boxed{1}", "####", "#### 1\n", "<answer>", "answer is ", "answer: 1\n",
+    "{", "(", "<<1", "-", "1", "1,", ",", " ", "\n", "5\n", "x = ", "1. A", "\\frac{", "*", "?\n", "\u0301\u0323", "½",
+    "\\", "1/",
+]
+
+
+@pytest.mark.parametrize("piece", LONG)
+def test_long_text_ends_soon(piece):
+    many = piece * (200_000 // len(piece))
+    for text in (many, "#### 7" + many, many + "7", many[:100_000] + "}" * 100_000):
+        started = time.perf_counter()
+        grpo.answer_is_correct(text, "8")
+        grpo.answer_is_correct("#### 8", text)
+        assert time.perf_counter() - started < 1
+
+
+SOURCE = Path(grpo.__file__).resolve()
+ENV = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(SOURCE.parent), "CUDA_VISIBLE_DEVICES": ""}
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
+         "MASTER_PORT": "0"}
+REWARDS = """
+import os
+def low(completion_ids, **_):
+    return [sum(i < 60 for i in ids) / len(ids) for ids in completion_ids]
+def misspelt(completions, **_):
+    return [len(c.splitt()) for c in completions]
+def short_on_rank_3(completions, **_):
+    return [1.0] * (len(completions) - (os.environ["RANK"] == "3"))
+"""
+
+
+def tiny_model(folder: Path, tied: bool, seed: int = 0) -> Path:
+    """A random Llama with a tokenizer of characters and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    ids = {token: i for i, token in enumerate(["<pad>", "<eos>", "<user>", "<unk>", *map(chr, range(32, 127))])}
+    core = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>",
+                                        additional_special_tokens=["<user>"])
+    tokenizer.chat_template = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<eos>"
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(seed)
+    LlamaForCausalLM(LlamaConfig(    # a vocabulary larger than the tokenizer's, as in many published models
+        vocab_size=120, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1 if tied else 2, tie_word_embeddings=tied, initializer_range=0.1, eos_token_id=1,
+        pad_token_id=0, bos_token_id=None, max_position_embeddings=1024)).save_pretrained(folder)
+    return folder
+
+
+def start(*command, ranks: int = 0, timeout: float = 240) -> subprocess.CompletedProcess:
+    """Runs a script to its end, under torchrun if it is to have ranks, else as if it were torchrun's only one."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    return subprocess.run([sys.executable, *torchrun, *map(str, command)], env=ENV | ({} if ranks else ALONE),
+                          timeout=timeout, capture_output=True, text=True)
+
+
+def lines(file: Path) -> list[dict]:
+    text = file.read_text()
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """Models, rewards and datasets."""
+    torch.set_num_threads(1)    # of models so small, threads only wait for each other
+    place = tmp_path_factory.mktemp("grpo")
+    tiny_model(place / "tied", True)
+    tiny_model(place / "untied", False)
+    tiny_model(place / "other", True, seed=1)
+    (place / "rewards.py").write_text(REWARDS)
+    # The same question on both ranks: were their draws the same, so would their completions be.
+    (place / "train.jsonl").write_text('{"question": "Say it.", "answer": 1}\n' * 8)
+    (place / "held_out.jsonl").write_text("".join(f'{{"prompt": "Say {i}", "answer": {i}}}\n' for i in range(5)))
+    return place
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+RUN_A = """--model-name-or-path {0}/tied --dataset {0}/train.jsonl --eval-dataset {0}/held_out.jsonl --eval-size 5
+    --reward {0}/rewards.py:low --no-bf16 --device cpu --prompts-per-step 8 --num-generations 4 --max-prompt-length 64
+    --max-completion-length 12 --max-steps 5 --eval-steps 2 --learning-rate 1e-2 --lr-scheduler-type constant
+    --warmup-steps 0 --beta 0.01 --num-iterations 2 --num-minibatches 2 --tokens-per-micro-batch 100
+    --ref-cpu-offload"""
+RUN_B = """--model-name-or-path {0}/untied --reward {0}/rewards.py:low --seed 7 --data-seed 3 --dataset arithmetic
+    --arithmetic-operators +- --arithmetic-min 0 --arithmetic-max 9 --eval-size 4 --bf16
+    --prompts-per-step 4 --num-generations 4 --max-completion-length 8 --max-steps 2 --loss-type dapo --temperature 0.8
+    --scale-rewards none --mask-truncated-completions --no-skip-zero-std-groups --gradient-checkpointing --delta 2
+    --epsilon 0.1 --epsilon-high 0.3 --vllm-importance-sampling-correction --vllm-importance-sampling-clip-max 3
+    --vllm-gpu-memory-utilization 0.1 --vllm-max-model-length 90 --vllm-enable-sleep-mode --vllm-enforce-eager True
+    --weight-decay 0.1 --adam-beta2 0.99 --max-grad-norm 0.5"""
+METRICS = {
+    "reward": "mean std group_std zero_std_groups advantage_std failures",
+    "completion": "length_mean length_max truncated parsable",
+    "policy": "loss kl ratio_max clip_low clip_high entropy engine_gap_mean engine_gap_max grad_norm learning_rate",
+    "time": "sampling training reload step elapsed tokens_per_second peak_memory_gib"}
+
+
+def run(place: Path, flags: str, out: str, *more, ranks: int) -> Path:
+    done = start(SOURCE, *flags.format(place).split(), "--output-dir", place / out, *more, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert f"the model is in {place / out}" in done.stdout
+    return place / out
+
+
+@pytest.fixture(scope="module")
+def run_a(place) -> Path:
+    return run(place, RUN_A, "a", ranks=2)
+
+
+def test_every_step_is_measured(run_a):
+    first, *steps = lines(run_a / "metrics.jsonl")
+    assert [m["step"] for m in steps] == [1, 2, 3, 4, 5] and first["step"] == 0
+    for m in steps:
+        assert all(math.isfinite(m[f"{kind}/{name}"]) for kind, names in METRICS.items() for name in names.split())
+        assert ("eval/accuracy" in m) == (m["step"] in (2, 4, 5))
+        assert m["policy/updates"] == 4 and m["policy/grad_norm"] > 0
+    assert json.loads((run_a / "config.json").read_text())["num_iterations"] == 2
+
+
+def test_engine_follows_large_updates(run_a):
+    for m in lines(run_a / "metrics.jsonl")[1:]:
+        assert m["policy/engine_gap_mean"] <= 1e-4 and m["policy/engine_gap_max"] <= 1e-2
+    assert m["policy/kl"] > 0.1    # else the updates were not large
+
+
+def test_reward_rises(run_a):
+    first, *steps = lines(run_a / "metrics.jsonl")
+    assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.15
+    assert steps[-1]["eval/reward"] > first["eval/reward"]
+
+
+def test_samples_are_what_the_metrics_say(run_a):
+    samples = lines(run_a / "samples.jsonl")
+    for m in lines(run_a / "metrics.jsonl"):
+        train, held_out = ([s for s in samples if (s["step"], s["split"]) == (m["step"], split)]
+                           for split in ("train", "eval"))
+        assert len(train) == (32 if m["step"] else 0) and len(held_out) == (5 if "eval/reward" in m else 0)
+        if m["step"]:
+            r = torch.tensor([s["reward"] for s in train], dtype=torch.float64).view(8, 4)
+            assert m["reward/mean"] == pytest.approx(r.mean().item())
+            want = (r - r.mean(1, keepdim=True)) / (r.std(1, correction=0, keepdim=True) + 1e-6)
+            assert [s["advantage"] for s in train] == pytest.approx(want.flatten().tolist(), abs=1e-6)
+
+
+def test_same_prompt_gets_different_completions(run_a):
+    texts = [s["completion"] for s in lines(run_a / "samples.jsonl") if (s["step"], s["split"]) == (1, "train")]
+    assert texts[:16] != texts[16:]    # the first half came from rank 0
+    assert len(set(texts)) > 24    # a few are empty
+
+
+def test_saved_model_loads_in_transformers_and_vllm(run_a, place):
+    from safetensors.torch import load_file
+    before, after = (load_file(folder / "model.safetensors") for folder in (place / "tied", run_a / "model"))
+    assert before.keys() == after.keys() and all((before[name] - after[name]).abs().max() > 1e-3 for name in before)
+    done = start(__file__, "both_load", run_a / "model")
+    assert done.returncode == 0, done.stderr
+
+
+def both_load(folder: str) -> None:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from vllm import LLM, SamplingParams
+    llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=64, kv_cache_memory_bytes=2**24)
+    messages = [[{"role": "user", "content": text}] for text in ("Say it.", "2 + 3?", "a long, long question")]
+    outputs = llm.chat(messages, SamplingParams(temperature=0, max_tokens=8, logprobs=0), use_tqdm=False)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    for message, output in zip(messages, outputs, strict=True):
+        prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+        assert output.prompt_token_ids == prompt
+        ids = list(output.outputs[0].token_ids)
+        logprobs = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1:-1].log_softmax(-1)
+        assert logprobs.argmax(-1).tolist() == ids
+        theirs = torch.tensor([entry[i].logprob for entry, i in zip(output.outputs[0].logprobs, ids)])
+        assert (logprobs.max(-1).values - theirs).abs().max() < 1e-3
+
+
+def test_seed_decides_the_run(run_a, place):
+    def story(folder):
+        fixed = lambda m: {k: v for k, v in m.items() if not k.startswith("time/")}
+        return [fixed(m) for m in lines(folder / "metrics.jsonl")[:3]], lines(folder / "samples.jsonl")[:5 + 32 + 32]
+    again = run(place, RUN_A, "again", "--max-steps", 2, ranks=2)
+    assert story(again) == story(run_a)
+    other = run(place, RUN_A, "other_seed", "--max-steps", 1, "--seed", 1, ranks=2)
+    assert [s["completion"] for s in lines(other / "samples.jsonl")[5:37]] != [
+        s["completion"] for s in lines(run_a / "samples.jsonl")[5:37]]
+
+
+def test_bf16_untied_run_with_the_other_flags(place):
+    from safetensors.torch import load_file
+    out = run(place, RUN_B, "b", ranks=1)
+    first, *steps = lines(out / "metrics.jsonl")
+    for m in steps:
+        assert m["policy/engine_gap_mean"] < 0.1 and "policy/kl" not in m and m["policy/updates"] == 1
+    assert "eval/accuracy" in first and "eval/accuracy" in m
+    model = load_file(out / "model" / "model.safetensors")
+    assert "lm_head.weight" in model and {w.dtype for w in model.values()} == {torch.bfloat16}
+
+
+def test_every_flag_is_in_a_run():
+    given = set(re.findall(r"--(?:no-)?([\w-]+)", f"{RUN_A} {RUN_B}")) | {"output-dir"}
+    assert given == {f.name.replace("_", "-") for f in fields(grpo.Config)}
+
+
+def test_engine_with_other_weights_is_found_out(place):
+    done = start(__file__, "without_loading", *RUN_A.format(place).split(), "--output-dir", place / "found_out")
+    assert done.returncode == 2
+    assert re.search(r"grpo.py: engine and trainer disagree .* by \d+\.\d+ nats .* \d+\.\d+ at most", done.stderr)
+
+
+def without_loading(*flags) -> None:
+    grpo.Engine.load = lambda self, policy: None
+    sys.argv[1:] = flags
+    grpo.main()
+
+
+# --- one rollout, on 1, 2 and 4 ranks, in few and many micro-batches --------------------------------------------------
+
+CASES = {    # changes to UPDATE; `model`, `packed`, `groups` (which part of the rollout) and `optimizer` are the test's
+    "grpo": {}, "dapo": {"loss_type": "dapo"}, "dr_grpo": {"loss_type": "dr_grpo"}, "padded": {"packed": False},
+    "untied": {"model": "untied", "gradient_checkpointing": True}, "adamw": {"optimizer": "AdamW"},
+    "fewer completions than ranks": {"groups": [(1, 2)]}, "no signal": {"groups": [(2, 4)]},
+    "several updates": {"num_iterations": 2, "num_minibatches": 2, "max_grad_norm": 0.5, "epsilon": 0.1, "delta": 1.4,
+                        "epsilon_high": 0.3, "skip_zero_std_groups": False, "loss_type": "dapo"},
+    "second minibatch without signal": {"groups": [(0, 4), (2, 4)], "num_minibatches": 2},
+}
+UPDATE = {"bf16": False, "temperature": 0.7, "beta": 0.1, "mask_truncated_completions": True, "max_grad_norm": 1e9,
+          "max_completion_length": 16, "model": "tied", "packed": True, "groups": [(i, 4) for i in range(6)],
+          "optimizer": "SGD"}
+RATES = {"SGD": {"lr": 0.3}, "AdamW": {"lr": 1e-3, "weight_decay": 0.1}}
+
+
+def case_config(place, case: str, **more) -> tuple[dict, grpo.Config]:
+    case = UPDATE | CASES[case] | more
+    mine = {name: case.pop(name) for name in ("model", "packed", "groups", "optimizer")}
+    return mine, grpo.Config(model_name_or_path=str(Path(place) / mine["model"]), **case)
+
+
+def optimizer_of(mine: dict, model):
+    return getattr(torch.optim, mine["optimizer"])(model.parameters(), **RATES[mine["optimizer"]])
+
+
+def whole_model(folder: Path):
+    from transformers import AutoModelForCausalLM
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+
+
+def plain_logprobs(model, prompt: list[int], ids: list[int], temperature: float):
+    logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1:-1]
+    logprobs = (logits / temperature).log_softmax(-1)                                   # [T, V]
+    return logprobs[range(len(ids)), ids], -(logprobs.exp() * logprobs).sum(-1)
+
+
+@pytest.fixture(scope="module")
+def rollout(place) -> list[dict]:
+    """Six groups of four, of uneven lengths. Group 2's rewards are equal and group 3's completions all cut."""
+    generator, model = torch.Generator().manual_seed(0), whole_model(place / "tied")
+    draw = lambda low, high, *size: torch.randint(low, high, size or (1,), generator=generator).tolist()
+    groups = []
+    for g, prompt_length in enumerate([3, 40, 7, 12, 5, 21]):
+        prompt, rewards = draw(4, 99, prompt_length), [0.5] * 4 if g == 2 else [1.0, 0.0, 0.25, *draw(0, 2)]
+        mean, std = sum(rewards) / 4, torch.tensor(rewards).std(correction=0).item()
+        completions = []
+        for i, length in enumerate(draw(1, 16, 4)):
+            ids = draw(4, 99, length)
+            with torch.no_grad():
+                mu = plain_logprobs(model, prompt, ids, UPDATE["temperature"])[0]
+            mu += 0.6 * torch.randn(len(ids), generator=generator)    # some weights above the cut at 2
+            completions.append({"ids": ids, "mu": mu.tolist(), "truncated": g == 3 or i == 3 and g != 2,
+                                "reward": rewards[i], "advantage": (rewards[i] - mean) / (std + 1e-6)})
+        groups.append({"prompt": prompt, "completions": completions})
+    (place / "rollout.json").write_text(json.dumps(groups))
+    return groups
+
+
+@pytest.fixture(scope="module")
+def expected(place, rollout):
+    """The same updates in float64 on the whole model, a completion at a time, by the formulas of the paper."""
+    @functools.cache
+    def expected(case: str) -> dict:
+        mine, cfg = case_config(place, case)
+        model, reference = whole_model(place / mine["model"]), whole_model(place / "other")
+        optimizer = optimizer_of(mine, model)
+        groups = [[{"prompt": rollout[g]["prompt"], **c} for c in rollout[g]["completions"][:n]]
+                  for g, n in mine["groups"]]
+        score = lambda m, c: plain_logprobs(m, c["prompt"], c["ids"], cfg.temperature)
+        with torch.no_grad():
+            for c in sum(groups, []):
+                c["old"], c["ref"] = score(model, c)[0], score(reference, c)[0]
+                c["mu"] = torch.tensor(c["mu"]).double()
+        result, seen, size = {"grads": [], "norms": [], "losses": []}, [], len(groups) // cfg.num_minibatches
+        for first in [*range(0, len(groups), size)] * cfg.num_iterations:
+            part = groups[first:first + size]
+            signal = [len({c["reward"] for c in group}) > 1 for group in part]
+            if not any(signal):
+                continue
+            of_update = sum(part, [])
+            divisor = {"grpo": len(of_update), "dapo": sum(len(c["ids"]) for c in of_update if not c["truncated"]),
+                       "dr_grpo": len(of_update) * cfg.max_completion_length}[cfg.loss_type]
+            loss = 0.0
+            for c in (c for group, s in zip(part, signal) if s or not cfg.skip_zero_std_groups for c in group):
+                if c["truncated"]:
+                    continue
+                logprobs, entropy = score(model, c)
+                ratio, a = (logprobs - c["old"]).exp(), c["advantage"]
+                top = ratio if cfg.delta is None else ratio.clamp(max=cfg.delta)
+                clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.clip_high)
+                kl = (c["ref"] - logprobs).exp() - (c["ref"] - logprobs) - 1
+                objective = (c["old"] - c["mu"]).exp().clamp(max=2) * torch.min(top * a, clipped * a) - cfg.beta * kl
+                loss -= objective.sum() / divisor / (len(c["ids"]) if cfg.loss_type == "grpo" else 1)
+                low, high = (ratio < 1 - cfg.epsilon) & (a < 0), (ratio > 1 + cfg.clip_high) & (a > 0)
+                seen.append(torch.stack([kl, entropy, low, high, (c["old"] - c["mu"]).abs(), ratio]).detach())
+            loss.backward()
+            result["losses"].append(loss.item())
+            result["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item())
+            result["grads"].append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+            optimizer.step()
+            optimizer.zero_grad()
+        tokens, n = torch.cat([*seen, torch.zeros(6, 0)], 1), len(result["losses"])
+        names = ("kl", "entropy", "clip_low", "clip_high", "engine_gap_mean")
+        mean = dict(zip(names, tokens[:5].mean(1).tolist()))
+        peaks = {"engine_gap_max": tokens[4].max().item(), "ratio_max": tokens[5].max().item()} if n else {}
+        total = {"loss": sum(result["losses"]) / max(n, 1), "grad_norm": sum(result["norms"]) / max(n, 1), "updates": n}
+        return result | {"weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
+                         "metrics": {f"policy/{k}": v for k, v in (mean | peaks | total).items() if math.isfinite(v)}}
+    return expected
+
+
+def update_everywhere(place: str) -> None:
+    """On each rank: all cases through `train_on`; rank 0 saves gradients, weights and everybody's metrics."""
+    import torch.distributed as dist
+    from transformers import AutoConfig
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    place, cpu, results = Path(place), torch.device("cpu"), {}
+
+    @functools.cache
+    def load(model, packed, gradient_checkpointing, trainable):
+        cfg = case_config(place, "grpo", model=model, gradient_checkpointing=gradient_checkpointing)[1]
+        return grpo.load_policy(cfg, AutoConfig.from_pretrained(place / model), packed, cpu, trainable)
+    flat = lambda tensors: torch.cat([grpo.whole(t.detach()).flatten() for t in tensors])
+    for case in CASES:
+        mine, cfg = case_config(place, case)
+        policy = load(mine["model"], mine["packed"], cfg.gradient_checkpointing, True)
+        reference = load("other", mine["packed"], False, False)
+        start = [p.detach().clone() for p in policy.parameters()]
+        groups = []
+        for g, n in mine["groups"]:
+            group = json.loads((place / "rollout.json").read_text())[g]
+            row = grpo.Row("", group["prompt"], {})
+            groups.append([grpo.Sample(row, c["ids"], c["mu"], c["truncated"], "", c["reward"], c["advantage"])
+                           for c in group["completions"][:n]])
+        samples = grpo.set_token_weights(groups[:len(groups) // cfg.num_minibatches], cfg)
+        # One micro-batch on each rank, some, and one a completion.
+        some = grpo.packed_tokens(samples) // (2 * dist.get_world_size())
+        for pieces, budget in enumerate([10**6, max(1, some), 1]):
+            cut = grpo.split(samples, dist.get_world_size(), budget)[0]
+            grads, optimizer = [], optimizer_of(mine, policy)
+            optimizer.register_step_pre_hook(lambda *_: grads.append(flat(p.grad for p in policy.parameters())))
+            cfg = case_config(place, case, tokens_per_micro_batch=budget)[1]
+            logged = grpo.train_on(groups, policy, reference, optimizer, cfg, mine["packed"], cpu)
+            dist.all_gather_object(metrics := [None] * dist.get_world_size(), logged)
+            results[case, pieces] = {"grads": grads, "weights": flat(policy.parameters()), "metrics": metrics,
+                                     "micro_batches": len(cut)}
+            with torch.no_grad():
+                for p, before in zip(policy.parameters(), start):
+                    p.copy_(before)
+    if dist.get_rank() == 0:
+        torch.save(results, place / f"updates{dist.get_world_size()}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def updated(place, rollout):
+    @functools.cache
+    def updated(ranks: int) -> dict:
+        done = start(__file__, "update_everywhere", place, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        return torch.load(place / f"updates{ranks}.pt")
+    return updated
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_updates_do_not_depend_on_the_split(ranks, case, place, updated, expected):
+    single, truth = updated(1)[case, 0], expected(case)
+    model = whole_model(place / case_config(place, case)[0]["model"])
+    start = torch.cat([p.detach().flatten() for p in model.parameters()])
+    splits = [updated(ranks)[case, i] for i in range(3)]
+    if "groups" not in CASES[case]:
+        one, some, many = (got["micro_batches"] for got in splits)
+        assert one == 1 < some < many and many * ranks >= 8
+    for got in splits:
+        assert all(m == got["metrics"][0] for m in got["metrics"])    # every rank logs the same
+        for name, value in truth["metrics"].items():
+            assert got["metrics"][0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+        for other in (truth, single):
+            assert len(got["grads"]) == len(other["grads"])
+            for ours, theirs in zip(got["grads"], other["grads"]):
+                assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+            apart = (got["weights"] - other["weights"]).double()
+            if case == "adamw":    # its first step is a sign
+                assert apart.norm() <= 1e-3 * (truth["weights"] - start).norm()
+            else:
+                assert apart.abs().max() <= 1e-6
+    assert ((got["weights"] - start).norm() > 0) == (case != "no signal")
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def no_weights(place) -> Path:
+    """A model folder without weights: what fails for another reason failed before it loaded them."""
+    folder = tiny_model(place / "no_weights", True)
+    (folder / "model.safetensors").unlink()
+    (place / "bad.jsonl").write_text('{"question": "1 + 1?", "answer": 2}\n{"question": "1 + 2?", answer: 3}\n')
+    return folder
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--num-generation 8", "--num-generation"),
+    ("--model-name-or-path /no/such/model", "grpo.py: --model-name-or-path /no/such/model: no such folder"),
+    ("--dataset {0}/missing.jsonl", "grpo.py: dataset {0}/missing.jsonl: no such file"),
+    ("--dataset {0}/bad.jsonl", "grpo.py: {0}/bad.jsonl line 2: not JSON"),
+    ("--num-generations 1", "grpo.py: --num-generations must be at least 2, got 1"),
+    ("--device cuda", "grpo.py: --device cuda, but torch sees no GPU"),
+    ("--output-dir {0}/used", "grpo.py: --output-dir {0}/used already holds a run"),
+    ("--reward {0}/rewards.py:no", "grpo.py: --reward {0}/rewards.py:no: {0}/rewards.py has no function 'no'"),
+])
+def test_bad_command_line(flags, words, place, no_weights):
+    (place / "used").mkdir(exist_ok=True)
+    (place / "used" / "config.json").write_text("{}")
+    started = time.time()
+    done = start(SOURCE, "--model-name-or-path", no_weights, "--output-dir", place / "new",
+                 *flags.format(place).split())
+    assert done.returncode == 2 and time.time() - started < 60
+    assert words.format(place) in done.stderr and "Traceback" not in done.stderr and not done.stdout
+    if words.startswith("grpo.py"):
+        assert len(done.stderr.splitlines()) == 1
+    assert not (place / "new").exists() and os.listdir(place / "used") == ["config.json"]
+
+
+@pytest.mark.parametrize("reward, line", [
+    ("misspelt", r"grpo.py \(rank \d\): the reward raised on every completion of a step, .*'splitt'"),
+    ("short_on_rank_3", r"grpo.py \(rank 3\): the reward short_on_rank_3 returned 3 values for 4 completions")])
+def test_failing_reward_ends_all_ranks(reward, line, place):
+    started = time.time()
+    done = start(__file__, "without_engine", "--model-name-or-path", place / "tied", "--output-dir", place / reward,
+                 "--reward", f"{place}/rewards.py:{reward}", "--num-generations", 4, "--eval-size", 0, ranks=4)
+    assert done.returncode != 0 and time.time() - started < 120
+    assert re.search(line, done.stderr), done.stderr
+
+
+def without_engine(*flags) -> None:
+    """The trainer with canned completions: four engines would take a minute to start."""
+    class Canned(grpo.Engine):
+        def __init__(self, *args): pass
+        def load(self, policy): pass
+        def sample(self, rows, n, temperature, seed, phase):
+            return [[grpo.Sample(row, [5, 1], [-1.0, -1.0], False, "!") for _ in range(n)] for row in rows]
+    grpo.Engine, grpo.self_test = Canned, lambda *args: None
+    sys.argv[1:] = flags
+    grpo.main()
+
+
+@pytest.mark.parametrize("model, change, words", [
+    ("Gemma2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+    ("Cohere", {"logit_scale": 0.0625}, "logit_scale = 0.0625"), ("Phi", {}, "head is not a plain matrix product")])
+def test_head_that_is_no_plain_product_is_refused(model, change, words, tmp_path):
+    import transformers
+    tiny_model(tmp_path, False)
+    config = getattr(transformers, f"{model}Config")(
+        vocab_size=120, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, head_dim=32,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=1, **change)
+    getattr(transformers, f"{model}ForCausalLM")(config).save_pretrained(tmp_path)
+    cfg, cpu = grpo.Config(model_name_or_path=str(tmp_path), max_prompt_length=64), torch.device("cpu")
+    with pytest.raises(grpo.UserError, match=f"{tmp_path}.*{words}"):
+        grpo.load_policy(cfg, grpo.load_tokenizer(cfg)[0], True, cpu, True)
+
+
+def test_too_little_memory_names_the_flag(place):
+    cfg = grpo.Config(model_name_or_path=str(place / "tied"), vllm_gpu_memory_utilization=1e-9)
+    with pytest.raises(grpo.UserError, match="--vllm-gpu-memory-utilization 1e-09 of this machine's memory"):
+        grpo.cpu_cache_bytes(cfg, grpo.load_tokenizer(cfg)[0], 8)
+
+
+def test_import_is_quick_and_needs_no_vllm():
+    done = start("-c", "import sys, time, torch; sys.modules['vllm'] = None; before = time.time(); import grpo\n"
+                 "assert time.time() - before < 2 and not {'transformers', 'tyro'} & set(sys.modules)\n"
+                 "assert not torch.distributed.is_initialized()")
+    assert done.returncode == 0, done.stderr
+
+
+# --- benchmarks -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.bench
+def test_token_logprobs_against_the_plain_way():
+    """16,384 tokens, vocabulary 49,152, float32, forward and backward: memory and time beside full logits."""
+    figures = {}
+    for way in ("plain", "ours"):
+        done = start(__file__, "bench_logprobs", way, timeout=900)
+        assert done.returncode == 0, done.stderr
+        figures[way] = json.loads(done.stdout)
+        print(f"\n{way}: {figures[way]['gib']:.2f} GiB, {figures[way]['seconds']:.1f} s", end="")
+    gib, seconds = (figures["ours"][name] / figures["plain"][name] for name in ("gib", "seconds"))
+    print(f"\nours / plain: memory {gib:.3f}, time {seconds:.2f}")
+    assert figures["ours"]["checksum"] == pytest.approx(figures["plain"]["checksum"], rel=1e-3) and gib <= 0.1
+
+
+def bench_logprobs(way: str) -> None:
+    def plain(hidden, weight, targets):
+        return (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+    def ours(hidden, weight, targets):
+        return grpo.token_logprobs(hidden, weight, targets)[0]
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(16384, 576).requires_grad_(), (torch.randn(49152, 576) * 0.05).requires_grad_()
+    targets = torch.randint(49152, (16384,))
+    {"plain": plain, "ours": ours}[way](hidden[:64], weight[:99], targets[:64] % 99).sum().backward()    # warm up
+    hidden.grad = weight.grad = None
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    {"plain": plain, "ours": ours}[way](hidden, weight, targets).sum().backward()
+    seconds, peak = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps({"gib": (peak - before) / 2**20, "seconds": seconds,
+                      "checksum": [hidden.grad.norm().item(), weight.grad.norm().item()]}))
+
+
+def smollm(vocab=49152):
+    """The default model's shape, with random weights."""
+    return LlamaConfig(vocab_size=vocab, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+                       num_attention_heads=9, num_key_value_heads=3, head_dim=64, tie_word_embeddings=True,
+                       max_position_embeddings=8192)
+
+
+def bench_groups(groups, prompt, lo=20, hi=64, seed=0):
+    r = random.Random(seed)
+    tokens = lambda n: [r.randrange(49152) for _ in range(n)]
+    made = []
+    for _ in range(groups):
+        row = grpo.Row("", tokens(prompt), {})
+        made.append([grpo.Sample(row, tokens(r.randint(lo, hi)), [], False, "", float(i % 2), (-1.0) ** i)
+                     for i in range(8)])
+        for s in made[-1]:
+            s.engine_logprobs = [-10.8] * len(s.ids)
+    return made
+
+
+def padded_step(lm, optimizer, groups):
+    """The usual way: every completion a row with its prompt, padded to the longest, logits of all positions."""
+    samples = sorted((s for g in groups for s in g), key=lambda s: len(s.ids))
+    for rows in (samples[i:i + 8] for i in range(0, len(samples), 8)):
+        full = [torch.tensor(s.row.prompt_ids + s.ids) for s in rows]
+        ids = torch.nn.utils.rnn.pad_sequence(full, batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in full], batch_first=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = lm(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        logprobs = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        loss = 0.0
+        for row, s in zip(logprobs, rows):
+            lp = row[len(s.row.prompt_ids) - 1:][:len(s.ids)]
+            loss = loss - ((lp - lp.detach()).exp() * s.advantage).sum() / len(s.ids) / len(samples)
+        loss.backward()
+    torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def seconds(f, repeat=3):
+    f()
+    taken = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        f()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def bench_policy(folder, **flags):
+    cfg = Config(model_name_or_path=str(folder), max_completion_length=4096, device="cpu", **flags)
+    policy = grpo.load_policy(cfg, AutoConfig.from_pretrained(folder), True, CPU, trainable=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
+    return policy, lambda groups: grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU)
+
+
+@pytest.mark.bench
+def test_bench_training_step(tmp_path, models):
+    """Forward, backward and optimizer, packed, against one padded row a completion with full logits; how the packed
+    step's cost grows."""
+    torch.set_num_threads(os.cpu_count())
+    lm = AutoModelForCausalLM.from_config(smollm(), dtype=torch.float32, attn_implementation="sdpa")
+    lm.save_pretrained(tmp_path)
+    _, step = bench_policy(tmp_path)
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-6, fused=True)
+    body = sum(p.numel() for name, p in lm.named_parameters() if "embed" not in name)
+    big = torch.randn(4096, 4096, dtype=torch.bfloat16)
+    peak = 2 * 4096 ** 3 / seconds(lambda: big @ big)
+    print(f"\nlarge bf16 product: {peak / 1e9:.0f} GFLOP/s")
+    for prompt in (50, 500):
+        groups = bench_groups(8, prompt)
+        packed = seconds(lambda: step(groups))
+        padded = seconds(lambda: padded_step(lm, optimizer, groups), 1)
+        scored = sum(len(s.ids) for g in groups for s in g)
+        useful = 6 * body * (scored - 64 + 8 * prompt) + 6 * 576 * 49152 * scored
+        print(f"8 groups of 8, prompt {prompt}, {scored} completion tokens: packed {packed:.1f} s, padded {padded:.1f} "
+              f"s, {padded / packed:.2f} times as fast; {useful / packed / peak:.2f} of the product rate")
+    for name, cases in (("groups of 8", [(n, 50, 32) for n in (2, 4, 8, 16)]),
+                        ("completion length", [(4, 50, n) for n in (16, 32, 64, 128)]),
+                        ("prompt length", [(4, n, 32) for n in (50, 100, 200, 400, 800)])):
+        taken = [(case, seconds(lambda: step(bench_groups(case[0], case[1], case[2], case[2])), 1)) for case in cases]
+        which = {"groups of 8": 0, "completion length": 2, "prompt length": 1}[name]
+        print(f"{name}: " + ", ".join(f"{case[which]} {t:.2f} s" for case, t in taken))
+
+
+@pytest.mark.bench
+def test_bench_memory_is_bounded_by_the_token_budget(tmp_path):
+    AutoModelForCausalLM.from_config(smollm(), dtype=torch.float32).save_pretrained(tmp_path)
+    small, large = (float(start(__file__, "bench_memory", tmp_path, n, timeout=900).stdout.split()[-1]) for n in (8, 32))
+    print(f"\npeak memory of training on 64 and 256 completions: {small:.2f} and {large:.2f} GiB, {large / small:.2f}")
+
+
+def bench_memory(folder: str, groups: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{groups}", rank=0, world_size=1)
+    bench_policy(folder, tokens_per_micro_batch=2048)[1](bench_groups(int(groups), 50))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
