@@ -929,10 +929,10 @@ LONG = [
 def test_long_text_ends_soon(piece):
     many = piece * (200_000 // len(piece))
     for text in (many, "#### 7" + many, many + "7", many[:100_000] + "}" * 100_000):
-        started = time.perf_counter()
+        started = time.process_time()    # of this process alone: the machine may be busy
         grpo.answer_is_correct(text, "8")
         grpo.answer_is_correct("#### 8", text)
-        assert time.perf_counter() - started < 1
+        assert time.process_time() - started < 1
 
 
 SOURCE = Path(grpo.__file__).resolve()
