@@ -1469,12 +1469,13 @@ def bench_groups(groups, prompt, lo=20, hi=64, seed=0):
 
 
 def padded_step(lm, optimizer, groups):
-    """The usual way: every completion a row with its prompt, padded to the longest, logits of all positions."""
-    samples = sorted((s for g in groups for s in g), key=lambda s: len(s.ids))
+    """The usual way: every completion a row with its prompt, padded to the step's longest, logits of all positions."""
+    samples = [s for g in groups for s in g]
+    longest = max(len(s.row.prompt_ids + s.ids) for s in samples)
+    padded = lambda x: nn.functional.pad(x, (0, longest - len(x)))
     for rows in (samples[i:i + 8] for i in range(0, len(samples), 8)):
         full = [torch.tensor(s.row.prompt_ids + s.ids) for s in rows]
-        ids = torch.nn.utils.rnn.pad_sequence(full, batch_first=True)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in full], batch_first=True)
+        ids, mask = (torch.stack([padded(x) for x in xs]) for xs in (full, map(torch.ones_like, full)))
         with torch.autocast("cpu", torch.bfloat16):
             logits = lm(input_ids=ids, attention_mask=mask, use_cache=False).logits
         logprobs = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
@@ -1488,8 +1489,9 @@ def padded_step(lm, optimizer, groups):
     optimizer.zero_grad()
 
 
-def seconds(f, repeat=3):
-    f()
+def seconds(f, repeat=3, warm=True):
+    if warm:
+        f()
     taken = []
     for _ in range(repeat):
         start = time.perf_counter()
@@ -1521,7 +1523,7 @@ def test_bench_training_step(tmp_path, models):
     for prompt in (50, 500):
         groups = bench_groups(8, prompt)
         packed = seconds(lambda: step(groups))
-        padded = seconds(lambda: padded_step(lm, optimizer, groups), 1)
+        padded = seconds(lambda: padded_step(lm, optimizer, groups), 1, warm=prompt == 50)
         scored = sum(len(s.ids) for g in groups for s in g)
         useful = 6 * body * (scored - 64 + 8 * prompt) + 6 * 576 * 49152 * scored
         print(f"8 groups of 8, prompt {prompt}, {scored} completion tokens: packed {packed:.1f} s, padded {padded:.1f} "
