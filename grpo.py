@@ -718,8 +718,8 @@ class TokenLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature):
         logprobs, entropy, log_z = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))    # [N]
         for s in chunks(hidden, weight):
-            z = (hidden[s] @ weight.T).float().div_(temperature)                        # [chunk, V]
-            log_z[s] = z.logsumexp(-1)
+            z = logits(hidden[s], weight, temperature)                                  # [chunk, V]
+            log_z[s] = z.logsumexp(-1)    # log_softmax is less exact over large vocabularies
             log_p = z.sub_(log_z[s, None])
             logprobs[s] = log_p.gather(1, targets[s, None])[:, 0]
             entropy[s] = -torch.linalg.vecdot(log_p.exp(), log_p)
@@ -732,18 +732,27 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx, d_logprobs, d_entropy):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        d_logprobs = torch.zeros_like(log_z) if d_logprobs is None else d_logprobs
+        d_logprobs = torch.zeros_like(log_z) if d_logprobs is None else d_logprobs / ctx.temperature
         for s in chunks(hidden, weight):
-            log_p = (hidden[s] @ weight.T).float().div_(ctx.temperature).sub_(log_z[s, None])    # [chunk, V]
+            log_p = logits(hidden[s], weight, ctx.temperature).sub_(log_z[s, None])     # [chunk, V]
             if d_entropy is None:
                 dz = log_p.exp_().mul_(-d_logprobs[s, None])
             else:    # d entropy / dz = -p (log p + entropy)
-                dz = -log_p.exp() * (d_logprobs[s, None] + d_entropy[s, None] * (log_p + entropy[s, None]))
+                d_h = d_entropy[s, None] / ctx.temperature
+                dz = -log_p.exp() * (d_logprobs[s, None] + d_h * (log_p + entropy[s, None]))
             dz.scatter_add_(1, targets[s, None], d_logprobs[s, None])                   # d logprob / dz = onehot - p
-            dz = dz.div_(ctx.temperature).to(hidden.dtype)
+            dz = dz.to(hidden.dtype)
             d_hidden[s] = dz @ weight
-            d_weight += dz.T @ hidden[s]
+            if hidden.dtype == d_weight.dtype:    # without a second [V, D]
+                d_weight.addmm_(dz.T, hidden[s])
+            else:
+                d_weight += dz.T @ hidden[s]
         return d_hidden, d_weight.to(weight.dtype), None, None
+
+
+def logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """Logits over temperature in float32, the division inside the product."""
+    return torch.addmm(weight.new_zeros(1), hidden, weight.T, beta=0, alpha=1 / temperature).float()
 
 
 def chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
