@@ -751,7 +751,7 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Logits over temperature in float32, the division inside the product."""
+    """Logits over temperature as float32; the product itself, with the division inside, is in the inputs' dtype."""
     return torch.addmm(weight.new_zeros(1), hidden, weight.T, beta=0, alpha=1 / temperature).float()
 
 
