@@ -6,8 +6,8 @@
 
 One step: draw prompts; sample a group of completions for each (vLLM); score them (a rule); turn each group's rewards
 into advantages; make the better completions more likely and the worse less (FSDP); hand the weights back to vLLM.
-The file reads in that order: config, data, reward, rollout, advantage, packing, policy, loss, update, log, train. One
-record, `Sample`, flows through it. To try an idea, change `correct`, `group_advantages` or `policy_loss`.
+The file reads in that order: config, data, reward, rollout, advantage, packing, policy, loss, update, checkpoint, log,
+train. One record, `Sample`, flows through it. To try an idea, change `correct`, `group_advantages` or `policy_loss`.
 
 Where it differs from the paper:
  1. The engine that samples computes slightly other probabilities (mu) than the trainer. The surrogate is weighted by
@@ -16,23 +16,10 @@ Where it differs from the paper:
  3. A prompt and its completions share one row: the prompt is computed once, not once a completion.
  4. Rewards are rules: functions of the text. There is no reward model, no process supervision.
 """
-import functools
-import inspect
-import itertools
-import json
-import logging
-import math
-import numbers
-import os
-import random
-import re
-import resource
-import runpy
-import sys
-import time
-import unicodedata
-import warnings
-from dataclasses import asdict, dataclass
+import ctypes, functools, hashlib, inspect, itertools, json, logging, math, multiprocessing, numbers, os, random, re
+import resource, runpy, shutil, signal, sys, time, traceback, unicodedata, warnings
+from concurrent.futures import BrokenExecutor, CancelledError, ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Callable, Iterator, Literal
@@ -44,122 +31,95 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-
 class UserError(Exception):
     """Something the user can put right: shown as one line, without a traceback."""
-
 
 def need(right: Any, complaint: str) -> None:
     if not right:
         raise UserError(complaint)
 
-
 # --- config -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Config:
     """Prompts and completions are counted over all ranks, tokens of a micro-batch on one."""
-
-    # Model and run
-    model_name_or_path: str = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    """Folder or hub id of the model to train."""
-    output_dir: str | None = None
-    """Folder for the run's config, metrics, samples and final model. Default: a new runs/<time>."""
-    seed: int = 0
-    """Seed of the order of prompts and of sampling; one seed gives the same run on the same machine."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to train and sample. auto: on GPUs where torch sees any."""
-    bf16: bool = True
-    """Compute in bfloat16; master weights, gradient reduction and optimizer stay float32. --no-bf16: all float32."""
-    # Data
-    dataset: str = "arithmetic"
-    """`arithmetic` (made on the spot), or a JSONL file with `question` or `prompt`, `answer`, and any other columns."""
-    eval_dataset: str | None = None
-    """JSONL file of held-out problems. Default: --eval-size problems set aside from --dataset."""
-    eval_size: int = 256
-    """Held-out problems to evaluate on, at most; 0: no evaluation."""
-    data_seed: int = 0
-    """Seed of which problems are made and held out, apart from --seed: runs then share their held-out set."""
-    arithmetic_operators: str = "+"
-    """Operators of the arithmetic problems, any of + - *."""
-    arithmetic_min: int = 10
-    """Smallest operand."""
-    arithmetic_max: int = 99
-    """Largest operand."""
-    max_prompt_length: int = 512
-    """Prompts of more tokens are dropped, and counted."""
-    # Rollout
-    prompts_per_step: int = 16
-    """Prompts of one step, over all ranks."""
-    num_generations: int = 8
-    """Completions sampled for each prompt: its group (G in the paper)."""
-    max_completion_length: int = 16
-    """Completions are cut, and counted as truncated, at this many tokens."""
-    temperature: float = 1.0
-    """Of sampling, and so of all logprobs. (No top-p or top-k: the trainer can't match a cut vocabulary.)"""
-    vllm_gpu_memory_utilization: float = 0.3
-    """Share of a GPU's memory for vLLM; on the CPU, the share of the machine's that a rank's KV cache may take."""
-    vllm_max_model_length: int | None = None
-    """Longest prompt plus completion. Default: --max-prompt-length + --max-completion-length."""
-    vllm_enable_sleep_mode: bool = True
-    """Free vLLM's GPU memory while training."""
-    vllm_enforce_eager: bool | None = None
-    """No compilation, no CUDA graphs. Default: only on the CPU, where compiling takes 80 s and then gains 9 %."""
-    # Reward
-    reward: str = "correct"
-    """`correct` (1 where the final answer equals `answer`, else 0), or path.py:function, called once a group as
-    function(prompts=, completions=, completion_ids=, **columns), all lists, and returning a list of numbers."""
-    mask_truncated_completions: bool = False
-    """Leave truncated completions out of the loss; their reward still counts in the group's mean and std."""
-    # Objective
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide a reward's distance from its group's mean by the group's std, all groups' std, or nothing (Dr. GRPO)."""
-    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "grpo"
-    """Mean over each completion's tokens, then over completions (grpo); over all tokens (dapo); sum over tokens divided
-    by completions x max_completion_length (dr_grpo)."""
-    epsilon: float = 0.2
-    """The ratio pi_theta/pi_old is clipped below at 1 - epsilon."""
-    epsilon_high: float | None = None
-    """The ratio is clipped above at 1 + epsilon_high. Default: epsilon."""
-    delta: float | None = None
-    """Two-sided clip: a bound, above 1 + epsilon_high, on the ratio where the advantage is negative."""
-    beta: float = 0.0
-    """Weight of the KL (k3) to the model as it started. 0 loads no reference model."""
-    num_iterations: int = 1
-    """Passes over each rollout."""
-    num_minibatches: int = 1
-    """Optimizer updates a pass; the step's prompts are divided among them."""
-    skip_zero_std_groups: bool = True
-    """Spend no forward pass on groups whose rewards are all equal; with beta > 0 this drops their KL."""
-    vllm_importance_sampling_correction: bool = True
-    """Weight the surrogate by pi_old/mu, cut above; mu is the probability under vLLM."""
-    vllm_importance_sampling_clip_max: float = 2.0
-    """Where that weight is cut."""
-    # Optimization
-    max_steps: int = 70
-    """Steps, one rollout each."""
-    learning_rate: float = 3e-5
-    """Peak learning rate of AdamW."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
-    """After the warm-up: constant, or falling to 0 at max_steps."""
-    warmup_steps: int = 3
-    """Steps over which the learning rate rises linearly."""
-    weight_decay: float = 0.0
-    """Of AdamW."""
-    adam_beta2: float = 0.95
-    """Of AdamW: how long it remembers squared gradients (0.95: about 20 updates)."""
-    max_grad_norm: float = 1.0
-    """Longer gradients are scaled down to this norm."""
-    tokens_per_micro_batch: int = 8192
-    """Tokens of a forward and backward pass on one rank: bounds memory, changes no result."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    ref_cpu_offload: bool = False
-    """Keep the reference model's shards in CPU memory."""
-    # Evaluation
-    eval_steps: int = 20
-    """Greedy accuracy on the held-out problems: before the first step, every so many steps, and at the end."""
+    model_name_or_path: str = "HuggingFaceTB/SmolLM2-135M-Instruct"    # folder or hub id of the model to train
+    output_dir: str | None = None    # the run's folder; with a run of the same flags: go on. Default: a new runs/<time>
+    recipe: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] = "grpo"    # sets the flags of a variant
+    seed: int = 0    # of the order of prompts and of sampling; one seed gives the same run on the same machine
+    device: Literal["auto", "cuda", "cpu"] = "auto"    # where to train and sample; auto: on GPUs where torch sees any
+    bf16: bool = True    # compute in bfloat16; weights, reduction and optimizer stay float32. --no-bf16: all float32
+    eval_only: bool = False    # evaluate the model and end
+    # --- data
+    dataset: str = "arithmetic"    # `arithmetic`, a JSONL file, or what `datasets` loads: hub id, Parquet or CSV file
+    dataset_config: str | None = None    # configuration of a hub dataset
+    dataset_split: str = "train"    # split of a hub dataset to train on
+    eval_dataset: tuple[str, ...] = ()    # held-out sets, named as --dataset is. Default: problems set aside from it
+    eval_split: str = "test"    # split of hub datasets to evaluate on
+    eval_size: int = 256    # problems of each held-out set, at most; 0: no evaluation
+    data_seed: int = 0    # of which problems are made and held out, apart from --seed: runs share their held-out set
+    prompt_column: str | None = None    # default: `prompt`, `question` or `problem`
+    answer_column: str | None = None    # default: `answer` or `solution`
+    system_prompt: str | None = None    # a system message before each prompt
+    prompt_template: str = "{prompt}"    # the user's words around the prompt's text
+    arithmetic_operators: str = "+"    # operators of the arithmetic problems, any of + - *
+    arithmetic_min: int = 10    # smallest operand
+    arithmetic_max: int = 99    # largest operand
+    max_prompt_length: int = 512    # prompts of more tokens are dropped, and counted
+    # --- rollout
+    prompts_per_step: int = 16    # prompts of one step, over all ranks
+    num_generations: int = 8    # completions sampled for each prompt: its group (G in the paper)
+    max_completion_length: int = 16    # completions are cut, and counted as truncated, at this many tokens
+    temperature: float = 1.0    # of sampling and all logprobs. No top-p, top-k: the trainer can't match a cut choice
+    dynamic_sampling_rounds: int = 1    # sample up to so often to fill the step with groups that have a signal (DAPO)
+    vllm_gpu_memory_utilization: float = 0.3    # share of a GPU's memory; on the CPU, of the machine's for the KV cache
+    vllm_max_model_length: int | None = None    # default: --max-prompt-length + --max-completion-length
+    vllm_enable_sleep_mode: bool = True    # free vLLM's GPU memory while training
+    vllm_enforce_eager: bool | None = None    # no compilation, no CUDA graphs. Default: only on the CPU: 80 s for 9 %
+    # --- reward
+    reward: tuple[str, ...] = ("correct",)    # each `name` or `name:weight`, of REWARDS or path.py:function; added up
+    reward_timeout: float = 10.0    # seconds a call of a reward may take
+    soft_overlong_share: float = 0.0    # over this last share of the allowed tokens the reward falls by up to 1 (DAPO)
+    mask_truncated_completions: bool = False    # leave them out of the loss; not out of their group's mean and std
+    # --- objective
+    scale_rewards: Literal["group", "batch", "none"] = "group"    # the std that advantages are divided by
+    advantage_baseline: Literal["mean", "leave_one_out"] = "mean"    # of the whole group, or of the others in it (RLOO)
+    # Mean over each completion's tokens, then completions (grpo); over all tokens (dapo); sum over tokens divided by
+    # completions x max_completion_length (dr_grpo); as dapo, the clipped ratio a constant weight of log pi (cispo).
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = "grpo"
+    importance_sampling_level: Literal["token", "sequence"] = "token"    # sequence: one ratio a completion (GSPO)
+    epsilon: float = 0.2    # the ratio pi_theta/pi_old is clipped below at 1 - epsilon
+    epsilon_high: float | None = None    # the ratio is clipped above at 1 + epsilon_high; default: epsilon
+    delta: float | None = None    # two-sided clip: a bound, above 1 + epsilon_high, on ratios of negative advantage
+    entropy_coef: float = 0.0    # weight of an entropy bonus
+    beta: float = 0.0    # weight of the KL to the model as it started; 0 loads no reference model
+    kl_estimator: Literal["k2", "k3"] = "k3"    # k3 as in the paper; k2, whose gradient is the reverse KL's
+    use_bias_correction_kl: bool = False    # multiply the KL by the ratio: right off-policy too
+    kl_target: float | None = None    # adapt beta: doubled after a step's KL above 1.5 targets, halved below 1/1.5
+    ref_model_sync_steps: int | None = None    # the reference becomes the policy every so many steps; default: never
+    num_iterations: int = 1    # passes over each rollout
+    num_minibatches: int = 1    # optimizer updates a pass; the step's prompts are divided among them
+    skip_zero_std_groups: bool = True    # no forward pass for groups of equal rewards: with beta > 0, no KL either
+    vllm_importance_sampling_correction: bool = True    # weight by pi_old/mu, mu the probability under vLLM
+    # A token's weight or, multiplied up, a sequence's; above the maximum it is cut (truncate) or 0 (mask).
+    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_mask"] = "token_truncate"
+    vllm_importance_sampling_clip_max: float = 2.0    # the maximum of that weight
+    # --- optimization
+    max_steps: int = 70    # steps, one rollout each
+    learning_rate: float = 3e-5    # peak learning rate of AdamW
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"    # after the warm-up; the last two fall to 0
+    warmup_steps: int = 3    # steps over which the learning rate rises linearly
+    weight_decay: float = 0.0    # of AdamW
+    adam_beta2: float = 0.95    # of AdamW: how long it remembers squared gradients (0.95: about 20 updates)
+    max_grad_norm: float = 1.0    # longer gradients are scaled down to this norm
+    max_skipped_steps: int = 5    # end the run after so many steps in a row with a gradient that is not finite
+    tokens_per_micro_batch: int = 8192    # of a forward and backward pass on one rank: bounds memory, changes no result
+    gradient_checkpointing: bool = False    # recompute activations in the backward pass: less memory, a third more time
+    ref_cpu_offload: bool = False    # keep the reference model's shards in CPU memory
+    # --- evaluation and checkpoints
+    eval_steps: int = 20    # evaluate before the first step, every so many steps, and at the end
+    eval_num_generations: int = 0    # with completions so many a problem at --temperature: pass@k as well
+    save_steps: int = 20    # write a checkpoint every so many steps, and when the run is stopped
+    save_total_limit: int = 2    # keep so many, the newest
 
     @property
     def max_length(self) -> int:
@@ -169,21 +129,36 @@ class Config:
     def clip_high(self) -> float:
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
+RECIPES = {    # arXiv:2402.03300, 2503.14476, 2503.20783, 2507.18071, 2506.13585, 2402.14740
+    "grpo": {}, "dapo": dict(loss_type="dapo", epsilon_high=0.28, dynamic_sampling_rounds=4, soft_overlong_share=0.2),
+    "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none"), "cispo": dict(loss_type="cispo", epsilon_high=4.0),
+    "gspo": dict(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4),
+    "rloo": dict(advantage_baseline="leave_one_out", scale_rewards="none")}
 
 def check_config(c: Config, world_size: int) -> None:
     """What flags alone can get wrong. Raises UserError naming the flag and what would be right."""
     for names, is_right, complaint in (
             ("prompts_per_step max_prompt_length max_completion_length num_iterations num_minibatches max_steps "
-             "eval_steps tokens_per_micro_batch learning_rate max_grad_norm temperature epsilon epsilon_high "
-             "vllm_importance_sampling_clip_max", lambda x: x is None or x > 0, "must be above 0, got {}"),
-            ("beta weight_decay warmup_steps eval_size adam_beta2", lambda x: x >= 0, "must not be negative, got {}"),
+             "eval_steps tokens_per_micro_batch learning_rate max_grad_norm temperature epsilon epsilon_high kl_target "
+             "vllm_importance_sampling_clip_max dynamic_sampling_rounds reward_timeout ref_model_sync_steps save_steps "
+             "max_skipped_steps save_total_limit", lambda x: x is None or x > 0, "must be above 0, got {}"),
+            ("beta weight_decay warmup_steps eval_size adam_beta2 eval_num_generations soft_overlong_share "
+             "entropy_coef", lambda x: x >= 0, "must not be negative, got {}"),
             ("epsilon adam_beta2", lambda x: x < 1, "must be below 1, got {}"),
+            ("soft_overlong_share", lambda x: x <= 1, "is a share of --max-completion-length, 0 to 1, got {}"),
             ("num_generations", lambda x: x >= 2,
              "must be at least 2, got {}: a completion is judged against the others of its group"),
             ("prompts_per_step", lambda x: x % (world_size * c.num_minibatches) == 0,
              f"{{}} must be a multiple of {world_size} processes x --num-minibatches {c.num_minibatches}"),
-            ("delta", lambda x: x is None or x > 1 + c.clip_high,
-             f"must be above 1 + epsilon_high = {1 + c.clip_high}, got {{}}"),
+            ("delta", lambda x: x is None or x > 1 + c.clip_high and c.loss_type != "cispo",
+             f"must be above 1 + epsilon_high = {1 + c.clip_high}, and without --loss-type cispo; got {{}}"),
+            ("importance_sampling_level",
+             lambda x: x == "token" or c.loss_type == "grpo" and not c.use_bias_correction_kl,
+             "{} goes with --loss-type grpo only, and not with --use-bias-correction-kl"),
+            ("use_bias_correction_kl kl_target ref_model_sync_steps", lambda x: not x or c.beta > 0,
+             "{} needs a --beta above 0"),
+            ("prompt_template", lambda x: "{prompt}" in x, "must contain {{prompt}}, got {!r}"),
+            ("eval_only", lambda x: not x or c.eval_size, "needs an --eval-size above 0"),
             ("vllm_gpu_memory_utilization", lambda x: 0 < x < 1, "is a share between 0 and 1, got {}"),
             ("vllm_max_model_length", lambda x: c.max_length > c.max_completion_length,
              f"{{}} leaves no room for a prompt beside --max-completion-length {c.max_completion_length}"),
@@ -195,17 +170,13 @@ def check_config(c: Config, world_size: int) -> None:
             value = getattr(c, name)
             need(is_right(value), f"--{name.replace('_', '-')} {complaint.format(value)}")
 
-
 # --- data -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Row:
     """One problem: the prompt as given (text or chat messages), its tokens, and the row's columns for the reward."""
     prompt: str | list
     prompt_ids: list[int]
     columns: dict[str, Any]
-
 
 def arithmetic_rows(cfg: Config) -> tuple[list[dict], list[dict]]:
     """(training, held-out) two-operand problems that have none in common, not even a + b here and b + a there."""
@@ -221,80 +192,94 @@ def arithmetic_rows(cfg: Config) -> tuple[list[dict], list[dict]]:
     train = [problem for problem in problems[cfg.eval_size:] if twins(*problem) not in known]
     return [row(*problem) for problem in train], [row(*problem) for problem in held_out]
 
-
-def jsonl_rows(path: str, answer_needed: bool) -> list[dict]:
-    """Rows of a JSONL file. Raises UserError naming the file, the line and what is wrong there."""
-    need(Path(path).is_file(), f"dataset {path}: no such file (give a JSONL file, or `arithmetic`)")
+def read_rows(name: str, cfg: Config, split: str) -> list[dict]:
+    """Rows of a JSONL file, or of what `datasets` loads, shuffled. Raises UserError naming the file, the line and what
+    is wrong there."""
+    jsonl = name.endswith((".json", ".jsonl"))
+    if jsonl:
+        need(Path(name).is_file(), f"dataset {name}: no such file")
+        lines = [(n, line) for n, line in enumerate(Path(name).read_bytes().splitlines(), 1) if line.strip()]
+    else:
+        file = dict(path=Path(name).suffix[1:], data_files=name, split="train") if Path(name).is_file() else None
+        try:
+            from datasets import load_dataset
+            lines = enumerate(load_dataset(**(file or dict(path=name, name=cfg.dataset_config, split=split))), 1)
+        except ImportError:
+            raise UserError(f"dataset {name}: no .jsonl file; for one of another kind: pip install datasets") from None
+        except Exception as e:    # the package has many kinds, most of several lines
+            raise UserError(f"dataset {name}: can't be loaded: {(str(e) or repr(e)).splitlines()[0]}") from e
     rows = []
-    for n, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-                check_row(rows[-1], answer_needed)
-            except (ValueError, RecursionError, UserError) as e:
-                raise UserError(f"{path} line {n}: {e if isinstance(e, UserError) else f'not JSON ({e})'}") from None
-    need(rows, f"{path}: no rows")
-    return rows
+    for n, line in lines:
+        try:
+            rows.append(standard_row(json.loads(line) if jsonl else line, cfg))
+        except (ValueError, RecursionError, UserError) as e:
+            raise UserError(f"{name} {'line' if jsonl else 'row'} {n}: "
+                            f"{e if isinstance(e, UserError) else f'not JSON ({e})'}") from None
+    need(rows, f"{name}: no rows")
+    return random.Random(cfg.data_seed).sample(rows, len(rows))
 
-
-def check_row(row: Any, answer_needed: bool) -> None:
-    if not isinstance(row, dict) or not {"prompt", "question"} & set(row):
-        raise UserError(f"a row needs a column `prompt` or `question`, this one is {str(row):.80}")
-    column = "prompt" if "prompt" in row else "question"
+def standard_row(row: Any, cfg: Config) -> dict:
+    """The row with its prompt in `prompt` or `question` and its answer, if it has one, in `answer`, both checked."""
+    names = [cfg.prompt_column] if cfg.prompt_column else ["prompt", "question", "problem"]
+    column = next((name for name in names if isinstance(row, dict) and name in row), None)
+    need(column, f"a row needs a column {' or '.join(f'`{name}`' for name in names)}, this one is {str(row):.80}")
+    answer = cfg.answer_column or ("answer" if "answer" in row else "solution")
+    row = row | {"prompt" if column == "prompt" else "question": row[column]}
+    row |= {"answer": row[answer]} if answer in row else {}
     prompt = row[column]
     for message in prompt if isinstance(prompt, list) and prompt else [{"role": "user", "content": prompt}]:
         text = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(t, str) and t.strip() for t in text):
             raise UserError(f"the {column} must be text or a list of {{role, content}}, not empty: {str(prompt):.80}")
-    answer = row.get("answer")
-    if answer_needed and (isinstance(answer, bool) or not isinstance(answer, (str, int, float)) or answer == ""):
-        raise UserError("the reward `correct` needs a column `answer` with text or a number"
-                        + (f", not {answer!r:.40}" if "answer" in row else ""))
+    value = row.get("answer")
+    usable = isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != ""
+    need(usable or "correct" not in reward_weights(cfg), f"the reward `correct` needs a column `"
+         f"{cfg.answer_column or 'answer'}` with text or a number" + f", not {value!r:.40}" * ("answer" in row))
+    return row
 
-
-def tokenize(rows: list[dict], tokenizer, max_prompt_length: int) -> list[Row]:
+def tokenize(rows: list[dict], tokenizer, cfg: Config) -> list[Row]:
     """A `question` is the user's turn in the model's chat template, if it has one; messages go through the template; a
     text `prompt` is read as it is. Leaves out prompts over the limit."""
-    kept = []
+    kept, limit = [], min(cfg.max_prompt_length, cfg.max_length - cfg.max_completion_length)
+    system = [{"role": "system", "content": cfg.system_prompt}] if cfg.system_prompt else []
     for row in rows:
         prompt = row.get("prompt", row.get("question"))
-        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        need(messages is not prompt or tokenizer.chat_template, "the dataset has chat messages and the model no chat "
-             "template: give it text prompts, or name an instruct model with --model-name-or-path")
-        if messages is prompt or tokenizer.chat_template and "prompt" not in row:
+        text = isinstance(prompt, str) and cfg.prompt_template.replace("{prompt}", prompt)
+        chat = not text or "prompt" not in row and tokenizer.chat_template
+        need(text or tokenizer.chat_template, "the dataset has chat messages and the model no chat template: give it "
+             "text prompts, or name an instruct model with --model-name-or-path")
+        need(chat or not system, "--system-prompt needs messages or a `question`, and a model with a chat template")
+        if chat:
+            messages = system + ([{"role": "user", "content": text}] if text else prompt)
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         else:
-            ids = tokenizer(prompt)["input_ids"]
-        if len(ids) <= max_prompt_length:
+            ids = tokenizer(text)["input_ids"]
+        if len(ids) <= limit:
             kept.append(Row(prompt, ids, {name: value for name, value in row.items() if name != "prompt"}))
     return kept
 
-
-def load_data(cfg: Config, tokenizer) -> tuple[list[Row], list[Row]]:
-    """(training, held-out) rows that share no prompt. Says what was dropped."""
-    def read(path: str) -> list[dict]:
-        rows = jsonl_rows(path, cfg.reward == "correct")
-        return random.Random(cfg.data_seed).sample(rows, len(rows))
-    train, held_out = arithmetic_rows(cfg) if cfg.dataset == "arithmetic" else (read(cfg.dataset), None)
+def load_data(cfg: Config, tokenizer) -> tuple[list[Row], dict[str, list[Row]]]:
+    """Training rows, and held-out rows by set, which share no prompt with them. Says what was dropped."""
+    train, held_out = arithmetic_rows(cfg) if cfg.dataset == "arithmetic" else (
+        read_rows(cfg.dataset, cfg, cfg.dataset_split), None)
     if cfg.eval_dataset:
-        held_out = read(cfg.eval_dataset)[:cfg.eval_size]
-    elif held_out is None:
-        held_out, train = train[:cfg.eval_size], train[cfg.eval_size:]
-    given = len(train) + len(held_out)
-    limit = min(cfg.max_prompt_length, cfg.max_length - cfg.max_completion_length)
-    train, held_out = (tokenize(rows, tokenizer, limit) for rows in (train, held_out))
-    if dropped := given - len(train) - len(held_out):
-        say(f"{dropped} of {given} prompts dropped: longer than --max-prompt-length {cfg.max_prompt_length}"
-            + (limit < cfg.max_prompt_length) * f", or than the {limit} that --vllm-max-model-length leaves")
-    known = {tuple(row.prompt_ids) for row in held_out}
+        sets = {name: read_rows(name, cfg, cfg.eval_split)[:cfg.eval_size] for name in cfg.eval_dataset}
+    else:
+        sets = {cfg.dataset: train[:cfg.eval_size] if held_out is None else held_out}
+        train = train[cfg.eval_size:] if held_out is None else train
+    given = len(train) + sum(map(len, sets.values()))
+    train, sets = tokenize(train, tokenizer, cfg), {name: tokenize(rows, tokenizer, cfg) for name, rows in sets.items()}
+    if dropped := given - len(train) - sum(map(len, sets.values())):
+        say(f"{dropped} of {given} prompts dropped: longer than --max-prompt-length {cfg.max_prompt_length}, or than "
+            "--vllm-max-model-length leaves")
+    known = {tuple(row.prompt_ids) for rows in sets.values() for row in rows}
     given, train = len(train), [row for row in train if tuple(row.prompt_ids) not in known]
     if dropped := given - len(train):
         say(f"{dropped} of {given} training prompts dropped: they are held out as well")
-    need(len(train) >= cfg.prompts_per_step,
-         f"dataset {cfg.dataset} leaves {len(train)} prompts to train on and {len(held_out)} held out "
+    need(len(train) >= cfg.prompts_per_step or cfg.eval_only,
+         f"dataset {cfg.dataset} leaves {len(train)} prompts to train on and {len(known)} held out "
          f"(--eval-size), fewer than the --prompts-per-step {cfg.prompts_per_step} of one step")
-    return train, held_out
-
+    return train, {name: rows for name, rows in sets.items() if rows}
 
 class Loader:
     """An endless stream of rows, each once an epoch, in an order of its own each epoch. Its whole state is `drawn`."""
@@ -309,10 +294,7 @@ class Loader:
                   for epoch in range(start // size, (self.drawn - 1) // size + 1)}
         return [orders[i // size][i % size] for i in range(start, self.drawn)]
 
-
 # --- reward -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Sample:
     """One completion, on its way from the engine to the loss."""
@@ -321,10 +303,10 @@ class Sample:
     engine_logprobs: list[float]    # log mu of each, at the sampling temperature
     truncated: bool                 # cut at max_completion_length
     text: str
-    reward: float = 0.0
+    reward: float | None = 0.0      # None: no reward applies, and the completion is left out
     advantage: float = 0.0
     token_weight: float = 0.0       # what one of its tokens weighs in the loss
-
+    rewards: dict[str, float | None] = field(default_factory=dict)    # each reward's own
 
 _MAX_CHARS = 400  # a longer text is no final answer; this bounds the digits, and the cost of the regexes marked (*)
 _NOISE = re.compile(r"<\|[^|<>]*\|>|</?s>|<(?:bos|eos|pad|end_of_turn)>|<<[^<>]*>>")  # special tokens, <<6*7=42>>
@@ -356,7 +338,6 @@ _SPOILT = re.compile(  # what makes the one number '#' of a text less than its v
     r"|(?i:\b(?:half|third|quarter|dozen|[mb]illion|hundred|thousand|squared|cubed|root|sqrt|pi|sin|cos|tan|log|ln)\b)"
 )
 
-
 def _readings(text: str) -> tuple[Fraction | str, Fraction | str]:
     """`text` as written and as a share (25% is 25 and 1/4): an exact number if it states just one, else plain text."""
     if len(text) > _MAX_CHARS:
@@ -379,7 +360,6 @@ def _readings(text: str) -> tuple[Fraction | str, Fraction | str]:
             return number, number / 100 if "%" in value else number
     return plain, plain
 
-
 def _marked(text: str) -> list[str]:
     """The last texts that `text` marks as answers, in order: boxes, '####' lines, <answer> tags, else 'answer is'."""
     spans, opened = [m.span(m.lastindex) for m in _MARKER.finditer(text)], []  # a stack: deep nesting costs one pass
@@ -392,7 +372,6 @@ def _marked(text: str) -> list[str]:
     if not any(re.search(r"\w", part) for part in found):
         found = [text[m.end() :].partition("\n")[0].rstrip("! ") for m in list(_PROSE.finditer(text))[-20:]]
     return [_SENTENCE.split(part.strip())[0] for part in found if re.search(r"\w", part)]
-
 
 def extract_answer(completion: str) -> str | None:
     """The final answer that `completion` states outside <think>: its last marked one, else its last line's number."""
@@ -407,70 +386,134 @@ def extract_answer(completion: str) -> str | None:
                 return found if sure and isinstance(_readings(found)[0], Fraction) else None
     return None
 
-
 def answer_is_correct(completion: str, answer) -> bool:
     """Whether `completion` states the gold `answer`: a number, a text, or a worked solution that marks its answer."""
     found = extract_answer(completion)  # an integer of very many digits has no `str`
     if found is None or answer is None or isinstance(answer, int) and abs(answer) >= 10**_MAX_CHARS:
         return False
     truth = _readings((_marked(str(answer)) or [str(answer)])[-1])
-    return truth[0] != "" and any(ours == theirs for ours, theirs in zip(_readings(found), truth))
+    return truth[0] != "" and (any(ours == theirs for ours, theirs in zip(_readings(found), truth))
+                                or symbolically_equal(found, str(answer)))
 
+def symbolically_equal(found: str, gold: str) -> bool:
+    """Whether two expressions are equal by math-verify, if it is installed. It gets none that could explode."""
+    if max(len(found), len(gold)) > 200 or re.search(r"!|\^[^+*/=,]*\^|\d{9}|[eE]\d{3}", found + gold):
+        return False
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        return False
+    ours, truth = (parse(f"${text.strip('$ ')}$", parsing_timeout=1, raise_on_error=False) for text in (found, gold))
+    return bool(ours and truth) and verify(truth, ours, timeout_seconds=1, raise_on_error=False)
 
 def correct(completions: list[str], answer: list, **_) -> list[float]:
     """The default reward: 1 where the completion's final answer equals the row's `answer`, else 0."""
     return [float(answer_is_correct(completion, gold)) for completion, gold in zip(completions, answer, strict=True)]
 
+def marked(completions: list[str], **_) -> list[float]:
+    """1 where the completion marks its answer: a box, a '####' line, an <answer> tag or 'the answer is'."""
+    return [float(bool(_marked(_NOISE.sub("\n", completion)))) for completion in completions]
 
-def load_reward(spec: str) -> Callable:
-    """The function that --reward names."""
-    if spec == "correct":
-        return correct
-    path, _, name = spec.rpartition(":")
-    need(Path(path).is_file(), f"--reward {spec}: there is no file {path!r}; give `correct` or path.py:function")
-    try:
-        function = runpy.run_path(path).get(name)
-    except Exception as e:
-        raise UserError(f"--reward {spec}: importing {path} failed: {type(e).__name__}: {e}") from e
-    need(callable(function), f"--reward {spec}: {path} has no function {name!r}")
-    return function
+REWARDS = {"correct": correct, "format": marked}
 
+def reward_weights(cfg: Config) -> dict[str, float]:
+    """Weight of each reward that --reward names."""
+    specs = [re.fullmatch(r"(.+?)(?::([-+]?[\d.]+(?:e-?\d+)?))?", spec) for spec in cfg.reward]
+    return {spec[1]: float(spec[2] or 1) for spec in specs}
 
-def call_reward(function: Callable, group: list[Sample]) -> list[float]:
+@functools.cache
+def load_reward(name: str) -> Callable:
+    """The function of this name: one of REWARDS, or path.py:function, called once a group with lists: prompts,
+    completions, completion_ids and the row's columns. It returns a list of numbers, or None where it doesn't apply."""
+    path, _, function = name.rpartition(":")
+    if name not in REWARDS:
+        need(Path(path).is_file(), f"--reward {name}: no file {path!r}; give {', '.join(REWARDS)} or path.py:function")
+        try:
+            found = runpy.run_path(path).get(function)
+        except Exception as e:
+            raise UserError(f"--reward {name}: importing {path} failed: {type(e).__name__}: {e}") from e
+        need(callable(found), f"--reward {name}: {path} has no function {function!r}")
+    return REWARDS.get(name) or found
+
+def call_reward(name: str, group: list[Sample]) -> list[float | None]:
     """Rewards of completions of one prompt; hands over what the function has parameters for."""
-    arguments = {name: [s.row.columns[name] for s in group] for name in group[0].row.columns}
+    function = load_reward(name)
+    arguments = {column: [s.row.columns[column] for s in group] for column in group[0].row.columns}
     arguments |= {"prompts": [s.row.prompt for s in group], "completions": [s.text for s in group],
                   "completion_ids": [s.ids for s in group]}
     parameters = inspect.signature(function).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        arguments = {name: value for name, value in arguments.items() if name in parameters}
-    rewards, name = list(function(**arguments)), getattr(function, "__name__", function)
+        arguments = {key: value for key, value in arguments.items() if key in parameters}
+    rewards = list(function(**arguments))
     need(len(rewards) == len(group), f"the reward {name} returned {len(rewards)} values for {len(group)} completions")
-    need(all(isinstance(r, numbers.Real) and math.isfinite(r) for r in rewards),
-         f"the reward {name} must return finite numbers, got {rewards}")
-    return [float(r) for r in rewards]
+    need(all(r is None or isinstance(r, numbers.Real) and math.isfinite(r) for r in rewards),
+         f"the reward {name} must return finite numbers or None, got {rewards}")
+    return [None if r is None else float(r) for r in rewards]
 
+def worker_call(name: str, group: list[Sample]) -> list[float | None] | str:
+    """In a worker: the rewards, or what was raised."""
+    try:
+        return call_reward(name, group)
+    except UserError:
+        raise
+    except BaseException as e:    # SystemExit too
+        return f"{type(e).__name__}: {e}"
 
-def score(function: Callable, groups: list[list[Sample]]) -> list[str]:
-    """Sets the samples' rewards. A completion on which the function raises gets 0 and a line in what is returned."""
-    failures = []
-    for group in groups:
-        try:
-            for sample, reward in zip(group, call_reward(function, group), strict=True):
-                sample.reward = reward
-        except UserError:
-            raise
-        except Exception as e:
-            if len(group) > 1:    # once more, one at a time: the others keep their rewards
-                failures += score(function, [[sample] for sample in group])
-            else:
-                failures.append(f"{type(e).__name__}: {e}, on {group[0].text!r:.200}")
-    return failures
+def worker_start() -> None:
+    """In a worker: it ends with the trainer, whatever it is doing (PR_SET_PDEATHSIG), and has 4 GiB."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))
 
+class RewardPool:
+    """Worker processes that call the rewards: one that hangs, crashes, raises or eats memory costs the completion at
+    fault its reward, and is counted; the run goes on."""
+
+    def __init__(self, cfg: Config, workers: int):
+        self.cfg, self.weights, self.workers = cfg, reward_weights(cfg), workers
+        for name in self.weights:
+            load_reward(name)    # to complain before anything else is loaded
+        self.start()
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("forkserver")    # forks from a process without threads or CUDA, any time
+        context.set_forkserver_preload(["torch"])
+        self.executor = ProcessPoolExecutor(self.workers, context, worker_start)
+        self.executor.submit(worker_start)    # start now
+
+    def ask(self, calls: list[tuple[str, list[Sample]]]) -> list[list | str]:
+        """Each call's rewards, or in their place what went wrong."""
+        executor, answers = self.executor, []
+        for future in [executor.submit(worker_call, *call) for call in calls]:
+            try:
+                answers.append(future.result(self.cfg.reward_timeout))
+            except (TimeoutError, BrokenExecutor, CancelledError) as e:
+                answers.append(f"took over --reward-timeout {self.cfg.reward_timeout:g} s"
+                               if isinstance(e, TimeoutError) else "its process died")
+                if self.executor is executor:    # no worker can be stopped alone
+                    for process in [*executor._processes.values()]:
+                        process.kill()
+                    self.start()
+        return answers
+
+    def score(self, groups: list[list[Sample]]) -> list[str]:
+        """Sets the samples' rewards, each and their weighted sum. A failed one is 0, and in what is returned."""
+        names, failures = self.weights | {"correct": 0.0} if groups and all(
+            "answer" in g[0].row.columns for g in groups) else self.weights, []
+        calls = [(name, group) for name in names for group in groups]
+        for (name, group), answer in zip(calls, self.ask(calls)):
+            for i, s in enumerate(group):    # where it failed, once more, one at a time: the others keep their rewards
+                [mine] = self.ask([(name, [s])]) if isinstance(answer, str) else [[answer[i]]]
+                failures += [f"{name}: {mine}, on {s.text!r:.200}"] if isinstance(mine, str) else []
+                s.rewards[name] = 0.0 if isinstance(mine, str) else mine[0]
+        for s in itertools.chain(*groups):
+            given = [(weight, s.rewards[name]) for name, weight in self.weights.items() if s.rewards[name] is not None]
+            s.reward = sum(weight * value for weight, value in given) if given else None
+            if given and (last := self.cfg.soft_overlong_share * self.cfg.max_completion_length):
+                s.rewards["overlong"] = -max(0.0, (len(s.ids) - self.cfg.max_completion_length) / last + 1)
+                s.reward += s.rewards["overlong"]
+        return failures
 
 # --- rollout ----------------------------------------------------------------------------------------------------------
-
-
 class Engine:
     """vLLM inside this process, one on each rank, beside the model that trains."""
 
@@ -533,7 +576,6 @@ class Engine:
             torch.cuda.empty_cache()    # vLLM maps its memory itself: what torch holds in reserve is lost to it
             self.llm.wake_up(tags=[tag])
 
-
 def cpu_cache_bytes(cfg: Config, model_config, sequences: int) -> int:
     """KV cache for `sequences` of full length, as far as --vllm-gpu-memory-utilization of the machine's memory goes."""
     heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
@@ -545,66 +587,62 @@ def cpu_cache_bytes(cfg: Config, model_config, sequences: int) -> int:
          f"{limit / 2**20:.0f} MiB; one sequence of {cfg.max_length} tokens needs {one / 2**20:.0f}")
     return min(limit, one * (sequences + 1))
 
-
 # --- advantage --------------------------------------------------------------------------------------------------------
-
-
-def group_advantages(rewards: Tensor, scale_rewards: str = "group") -> Tensor:
+def group_advantages(rewards: Tensor, scale_rewards: str = "group", baseline: str = "mean") -> Tensor:
     """Advantage of each completion within its group, (r - mean) / (std + 1e-6) with the population std (section 4.1).
 
-    rewards [B, G]: B groups of G. scale_rewards: "group" divides by the group's std, "batch" by that of all rewards,
-    "none" by nothing (Dr. GRPO, arXiv:2503.20783). Returns [B, G] float32; equal rewards give exactly 0."""
-    r = rewards.double()                                                                # [B, G]
-    advantages = r - r.mean(1, keepdim=True)                                            # [B, G]
-    if scale_rewards != "none":
-        advantages /= (r.std(1, correction=0, keepdim=True) if scale_rewards == "group" else r.std(correction=0)) + 1e-6
-    equal = (r == r[:, :1]).all(1, keepdim=True)    # [B, 1]  not by the std, which rounding keeps from 0
-    return advantages.masked_fill(equal, 0.0).float()
-
+    rewards [B, G]: B groups of G; nan is left out. scale_rewards: "group" divides by the group's std, "batch" by that
+    of all rewards, "none" by nothing (Dr. GRPO, arXiv:2503.20783). baseline: "leave_one_out" takes the mean of the
+    others of the group (RLOO, arXiv:2402.14740). Returns [B, G] float32; equal rewards give exactly 0."""
+    r, n = rewards.double(), (~rewards.isnan()).sum(1, keepdim=True)                    # [B, G], [B, 1]
+    advantages = r - r.nanmean(1, keepdim=True)                                         # [B, G]
+    if baseline == "leave_one_out":
+        advantages = advantages * n / (n - 1).clamp(1)
+    if scale_rewards == "group":
+        advantages = advantages / ((r - r.nanmean(1, keepdim=True)).square().nanmean(1, keepdim=True).sqrt() + 1e-6)
+    elif scale_rewards == "batch":
+        advantages = advantages / (r[~r.isnan()].std(correction=0) + 1e-6)
+    # Equal by comparison, not by the std, which rounding keeps from 0.
+    equal = r.nan_to_num(-torch.inf).amax(1) == r.nan_to_num(torch.inf).amin(1)         # [B]
+    return advantages.masked_fill(equal[:, None] | r.isnan(), 0.0).float()
 
 def has_signal(group: list[Sample]) -> bool:
-    return any(s.reward != group[0].reward for s in group)
-
+    return len({s.reward for s in group} - {None}) > 1
 
 def set_token_weights(groups: list[list[Sample]], cfg: Config) -> list[Sample]:
     """Gives each sample its tokens' share in the mean of one update, over all ranks: the loss is then a plain sum of
     weighted tokens, however they are split. Returns the samples that are in the loss; the others count in the mean."""
     samples = [s for group in groups for s in group]
-    in_loss = lambda s: not (cfg.mask_truncated_completions and s.truncated)
+    in_loss = lambda s: s.reward is not None and not (cfg.mask_truncated_completions and s.truncated)
     tokens = sum(len(s.ids) for s in samples if in_loss(s)) or 1
     for s in samples:
-        s.token_weight = {"grpo": 1 / (len(samples) * len(s.ids)), "dapo": 1 / tokens,
+        s.token_weight = {"grpo": 1 / (len(samples) * len(s.ids)), "dapo": 1 / tokens, "cispo": 1 / tokens,
                           "dr_grpo": 1 / (len(samples) * cfg.max_completion_length)}[cfg.loss_type]
     if not any(map(has_signal, groups)):    # a step would only follow the optimizer's momentum
         return []
     return [s for group in groups if has_signal(group) or not cfg.skip_zero_std_groups for s in group if in_loss(s)]
 
-
 # --- packing ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Batch:
     """A micro-batch: rows of tokens for the model to read, and T scored tokens for the loss."""
-    input_ids: Tensor                       # [1, N] packed, or [rows, length]
-    position_ids: Tensor                    # like input_ids
+    input_ids: Tensor                       # [1, N]
+    position_ids: Tensor                    # [1, N]
     attention: dict[str, Any]               # what tells the model's attention who sees whom
     score_index: Tensor                     # [T] flat position of the hidden state that predicts the token
     targets: Tensor                         # [T]
+    sequence: Tensor                        # [T] number of the token's completion
     advantages: Tensor                      # [T]
     token_weights: Tensor                   # [T]
     engine_logprobs: Tensor                 # [T]
     old_logprobs: Tensor | None = None      # [T] the trainer's, at the weights that sampled
     ref_logprobs: Tensor | None = None      # [T]
 
-
 EMPTY = Sample(Row("", [0], {}), [0], [0.0], False, "")    # weighs nothing; keeps ranks without samples in step
-
 
 def packed_tokens(samples: list[Sample]) -> int:
     """Length of a row with these samples: each prompt once, and the completions."""
     return sum(len(s.ids) for s in samples) + sum({id(s.row): len(s.row.prompt_ids) for s in samples}.values())
-
 
 def split(samples: list[Sample], world_size: int, budget: int) -> list[list[list[Sample]]]:
     """Deals samples, group after group, into micro-batches: result[rank][micro-batch]. Ranks get nearly equal tokens
@@ -629,13 +667,13 @@ def split(samples: list[Sample], world_size: int, budget: int) -> list[list[list
     most = max(map(len, ranks))
     return [pieces + [[]] * (most - len(pieces)) for pieces in ranks]
 
-
 def pack(samples: list[Sample], packed: bool, device: torch.device) -> Batch:
     """A micro-batch in one row: each group is its prompt and then its completions, whose positions all go on from the
-    prompt's. With `packed` off, one padded row a completion. A completion's last token is scored but never read."""
+    prompt's. A completion's last token is scored but never read. With `packed` off, a row of a single completion under
+    the model's own attention."""
     samples = samples or [EMPTY]
     pieces = []    # of each prompt and each completion: tokens, position of the first, number of its prompt's piece
-    for _, group in itertools.groupby(samples, key=(lambda s: id(s.row)) if packed else id):
+    for _, group in itertools.groupby(samples, key=lambda s: id(s.row)):
         group, number = list(group), len(pieces)
         prompt = group[0].row.prompt_ids
         pieces += [(prompt, 0, number), *((s.ids[:-1], len(prompt), number) for s in group)]
@@ -647,22 +685,12 @@ def pack(samples: list[Sample], packed: bool, device: torch.device) -> Batch:
     positions = [range(first, first + length) for first, length in zip(firsts, lengths)]
     flat = lambda lists: torch.tensor([*itertools.chain.from_iterable(lists)], device=device)
     batch = Batch(flat(tokens)[None], flat(positions)[None], {}, flat(score_index), flat(s.ids for s in samples),
+                  flat([i] * len(s.ids) for i, s in enumerate(samples)),
                   flat([s.advantage] * len(s.ids) for s in samples),
                   flat([s.token_weight] * len(s.ids) for s in samples), flat(s.engine_logprobs for s in samples))
-    attention = (flex_mask if device.type == "cuda" else sequence_tables) if packed else pad_rows
-    batch.attention = attention(batch, lengths, parents)
+    if packed:
+        batch.attention = (flex_mask if device.type == "cuda" else sequence_tables)(batch, lengths, parents)
     return batch
-
-
-def pad_rows(batch: Batch, lengths: list[int], parents: tuple[int, ...]) -> dict:
-    """Turns a batch of groups of one into padded rows, one a completion, under an ordinary mask."""
-    sizes = [prompt + completion for prompt, completion in zip(lengths[::2], lengths[1::2])]
-    rows = lambda x: pad_sequence(x[0].split(sizes), batch_first=True)
-    mask = rows(torch.ones_like(batch.input_ids))
-    batch.input_ids, batch.position_ids = rows(batch.input_ids), rows(batch.position_ids)
-    batch.score_index = mask.flatten().nonzero()[batch.score_index, 0]
-    return {"attention_mask": mask}
-
 
 def flex_mask(batch: Batch, lengths: list[int], parents: tuple[int, ...]) -> dict:
     """On GPUs: FlexAttention's block mask; a token sees its own sequence up to itself, and its prompt."""
@@ -672,7 +700,6 @@ def flex_mask(batch: Batch, lengths: list[int], parents: tuple[int, ...]) -> dic
                    for numbers in (range(len(parents)), parents))                       # [N] each
     sees = lambda b, h, q, k: (q >= k) & ((own[q] == own[k]) | (prompt[q] == own[k]))
     return {"attention_mask": create_block_mask(sees, None, None, n, n, device=device)}
-
 
 def sequence_tables(batch: Batch, lengths: list[int], parents: tuple[int, ...]) -> dict:
     """On the CPU: where the packed row's sequences lie, for `grouped_attention`."""
@@ -687,7 +714,6 @@ def sequence_tables(batch: Batch, lengths: list[int], parents: tuple[int, ...]) 
     place = (order >= 0).nonzero()[order[order >= 0].argsort(), 0]    # [N] of each token among them
     return {"tables": [(prompts.clamp(0), prompts.clamp(0), causal(prompts)),
                        (own.clamp(0), torch.cat([above, own], 1).clamp(0), mask), place]}
-
 
 def grouped_attention(module, query, key, value, attention_mask, scaling, tables, **kwargs):
     """Attention over a packed row without the forbidden pairs: the prompts over themselves, the completions over their
@@ -707,10 +733,7 @@ def grouped_attention(module, query, key, value, attention_mask, scaling, tables
         outputs.append(out.unflatten(2, (share, q_index.shape[1])).permute(0, 3, 1, 2, 4).reshape(-1, *q.shape[1:]))
     return torch.cat(outputs)[tables[2]][None], None
 
-
 # --- policy -----------------------------------------------------------------------------------------------------------
-
-
 class TokenLogprobs(torch.autograd.Function):
     """See token_logprobs. The backward pass recomputes each chunk's logits instead of keeping them."""
 
@@ -749,17 +772,14 @@ class TokenLogprobs(torch.autograd.Function):
                 d_weight += dz.T @ hidden[s]
         return d_hidden, d_weight.to(weight.dtype), None, None
 
-
 def logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """Logits over temperature as float32; the product itself, with the division inside, is in the inputs' dtype."""
     return torch.addmm(weight.new_zeros(1), hidden, weight.T, beta=0, alpha=1 / temperature).float()
-
 
 def chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
     """Slices of tokens whose logits are held at once: 2**23 on the CPU, near its cache; more to keep a GPU busy."""
     size = max(1, 2 ** (27 if weight.is_cuda else 23) // len(weight))
     return (slice(i, i + size) for i in range(0, len(hidden), size))
-
 
 def token_logprobs(hidden: Tensor, lm_head_weight: Tensor, targets: Tensor,
                    temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -768,7 +788,6 @@ def token_logprobs(hidden: Tensor, lm_head_weight: Tensor, targets: Tensor,
     hidden [N, D] predicts targets [N] through lm_head_weight [V, D]; the logits are divided by the temperature, and the
     softmax is in float32 whatever the inputs. Never holds [N, V]: a chunk of tokens at a time. Returns [N], [N]."""
     return TokenLogprobs.apply(hidden, lm_head_weight, targets, temperature)
-
 
 class Policy(nn.Module):
     """A causal language model as a function from a batch to the logprobs and entropies of its scored tokens."""
@@ -787,7 +806,6 @@ class Policy(nn.Module):
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Names and whole tensors, gathered one at a time: all ranks must go through all of them."""
         return ((name, whole(p.detach().to(dtype))) for name, p in self.lm.named_parameters())
-
 
 def load_tokenizer(cfg: Config):
     """The model's config, its tokenizer, and the tokens that end a completion; opens no weights. Raises UserError for a
@@ -814,7 +832,6 @@ def load_tokenizer(cfg: Config):
     stop_ids = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
     return model_config, tokenizer, sorted(stop_ids)
 
-
 def can_pack(cfg: Config, model_config, device: torch.device) -> bool:
     """Whether a packed row means what its completions mean alone: every layer has full attention, through the interface
     of transformers that lets one choose the attention function, and with nothing added to the scores."""
@@ -824,7 +841,6 @@ def can_pack(cfg: Config, model_config, device: torch.device) -> bool:
     return (model_class._supports_attention_backend and (device.type == "cpu" or model_class._supports_flex_attn)
             and set(getattr(model_config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
             and not (window and window < cfg.max_length) and not getattr(model_config, "attn_logit_softcapping", None))
-
 
 def load_policy(cfg: Config, model_config, packed: bool, device: torch.device, trainable: bool) -> Policy:
     """The model, sharded over all ranks (FSDP2): float32 shards, bfloat16 compute, gradients reduced in float32."""
@@ -856,85 +872,99 @@ def load_policy(cfg: Config, model_config, packed: bool, device: torch.device, t
         fully_shard(layer, **shard)
     return fully_shard(policy, **shard)
 
-
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered; all ranks must ask for the same tensors in the same order."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
-
-def gathered(value: Any) -> list:
-    """Each rank's value, on every rank."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 # --- loss -------------------------------------------------------------------------------------------------------------
-
-
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, token_weights: Tensor, *,
                 engine_weights: Tensor | float = 1.0, ref_logprobs: Tensor | None = None, epsilon: float = 0.2,
-                epsilon_high: float | None = None, delta: float | None = None,
-                beta: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+                epsilon_high: float | None = None, delta: float | None = None, beta: float = 0.0,
+                kl_estimator: str = "k3", kl_times_ratio: bool = False, sequence: Tensor | None = None,
+                cispo: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate with KL penalty (eq. 3), negated, of T tokens:
 
         - sum_t token_weights * (engine_weights * min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A) - beta KL)
 
-    rho = pi_theta / pi_old; KL = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1 (k3, eq. 4). All tensors are [T]. As
-    token_weights hold the mean's denominator, losses of micro-batches add up. Returns the loss and, over tokens of some
-    weight, sums for the metrics (of ratio_max, the maximum)."""
-    ratio = (logprobs - old_logprobs).exp()                                             # [T]
+    rho = pi_theta / pi_old; KL = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1 (k3, eq. 4) or half the squared log (k2).
+    All tensors are [T]. With `sequence`, the number of each token's completion, rho is the geometric mean of its
+    completion's (GSPO, arXiv:2507.18071, eq. 7). With `cispo` the surrogate is engine_weights * min(rho, 1 +
+    epsilon_high) * A * log pi_theta, the ratio without gradient (arXiv:2506.13585, eq. 4). As token_weights hold the
+    mean's denominator, losses of micro-batches add up. Returns the loss and, over tokens of some weight, sums for the
+    metrics (of ratio_max, the maximum)."""
+    log_ratio = logprobs - old_logprobs                                                 # [T]
+    if sequence is not None:
+        log_ratio = per_sequence(log_ratio, sequence) / per_sequence(torch.ones_like(log_ratio), sequence)
+    ratio = log_ratio.exp()                                                             # [T]
     high = 1 + (epsilon if epsilon_high is None else epsilon_high)
     bounded = ratio if delta is None else ratio.clamp(max=delta)
-    surrogate = engine_weights * torch.min(bounded * advantages, ratio.clamp(1 - epsilon, high) * advantages)
+    if cispo:
+        surrogate = engine_weights * ratio.detach().clamp(max=high) * advantages * logprobs
+    else:
+        surrogate = engine_weights * torch.min(bounded * advantages, ratio.clamp(1 - epsilon, high) * advantages)
     gap = (logprobs if ref_logprobs is None else ref_logprobs) - logprobs               # [T]
-    kl = gap.exp() - gap - 1
+    k3 = gap.exp() - gap - 1
+    kl = (gap.square() / 2 if kl_estimator == "k2" else k3) * (ratio if kl_times_ratio else 1)
     loss = -(token_weights * (surrogate - beta * kl)).sum()
     with torch.no_grad():
         real = token_weights > 0                                                        # [T]
-        return loss, {"tokens": real.sum(), "kl": (kl * real).sum(), "ratio_max": (ratio * real).max(),
+        return loss, {"tokens": real.sum(), "kl": (k3 * real).sum(), "ratio_max": (ratio * real).max(),
                       "clip_low": (real & (ratio < 1 - epsilon) & (advantages < 0)).sum(),
                       "clip_high": (real & (ratio > high) & (advantages > 0)).sum()}
 
+def per_sequence(values: Tensor, sequence: Tensor) -> Tensor:
+    """Each token's value replaced by the sum over its completion. [T], [T] -> [T]"""
+    return torch.zeros_like(values).index_add(0, sequence, values)[sequence]
+
+def engine_weights(gap: Tensor, sequence: Tensor, mode: str, maximum: float) -> Tensor:
+    """What corrects the surrogate for the engine having sampled, from gap = log pi_old/mu [T] -> [T]: pi_old/mu of the
+    token, or of its whole completion, above the maximum cut (truncate) or 0 (mask)."""
+    weights = (per_sequence(gap, sequence) if mode == "sequence_mask" else gap).exp()
+    return weights.clamp(max=maximum) if mode == "token_truncate" else weights * (weights <= maximum)
 
 # --- update -----------------------------------------------------------------------------------------------------------
-
-
 def learning_rate(step: int, cfg: Config) -> float:
     """Of a step counted from 0: a linear warm-up, then as lr_scheduler_type says."""
     done = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
     decay = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[cfg.lr_scheduler_type]
     return cfg.learning_rate * ((step + 1) / cfg.warmup_steps if step < cfg.warmup_steps else decay)
 
-
 def train_on(groups: list[list[Sample]], policy: Policy, reference: Policy | None, optimizer, cfg: Config, packed: bool,
-             device: torch.device) -> dict[str, float]:
+             device: torch.device, beta: float) -> dict[str, float]:
     """All updates of one rollout, which is the whole step's on every rank. Returns metrics over all ranks."""
-    rank, world_size, size = dist.get_rank(), dist.get_world_size(), len(groups) // cfg.num_minibatches
+    rank, world_size, size = dist.get_rank(), dist.get_world_size(), math.ceil(len(groups) / cfg.num_minibatches)
     minibatches = []    # of each update, this rank's micro-batches
-    for i in range(0, len(groups), size):
+    for i in range(0, len(groups), size or 1):
         samples = set_token_weights(groups[i:i + size], cfg)
-        pieces = split(samples, world_size, cfg.tokens_per_micro_batch)[rank] if samples else []
+        pieces = split(samples, world_size, cfg.tokens_per_micro_batch if packed else 1)[rank] if samples else []
         minibatches.append([pack(piece, packed, device) for piece in pieces])
     with torch.no_grad():    # once a rollout, at the weights that sampled
         for batch in itertools.chain(*minibatches):
             batch.ref_logprobs = reference(batch)[0] if reference else None
             if cfg.num_minibatches > 1:
                 batch.old_logprobs = policy(batch)[0]
-    updates, seen, norms = minibatches * cfg.num_iterations, [], []
+    STATUS["phase"] = "training"
+    updates, seen, norms, skipped = minibatches * cfg.num_iterations, [], [], 0
     with progress("training", total=sum(map(len, updates))) as bar:
         for batches in updates:
             for batch in batches:
+                if not norms:    # the weights are still those of the last step: here the run may stop
+                    gathered()
                 logprobs, entropy = policy(batch)                                       # [T], [T]
                 if batch.old_logprobs is None:    # the rollout's first update: these are the weights that sampled
                     batch.old_logprobs = logprobs.detach()
                 gap = batch.old_logprobs - batch.engine_logprobs                        # [T] log pi_old/mu
                 loss, sums = policy_loss(
                     logprobs, batch.old_logprobs, batch.advantages, batch.token_weights,
-                    engine_weights=gap.exp().clamp(max=cfg.vllm_importance_sampling_clip_max)
+                    engine_weights=engine_weights(gap, batch.sequence, cfg.vllm_importance_sampling_mode,
+                                                  cfg.vllm_importance_sampling_clip_max)
                     if cfg.vllm_importance_sampling_correction else 1.0,
                     ref_logprobs=batch.ref_logprobs, epsilon=cfg.epsilon, epsilon_high=cfg.clip_high, delta=cfg.delta,
-                    beta=cfg.beta)
+                    beta=beta, kl_estimator=cfg.kl_estimator, kl_times_ratio=cfg.use_bias_correction_kl,
+                    sequence=batch.sequence if cfg.importance_sampling_level == "sequence" else None,
+                    cispo=cfg.loss_type == "cispo")
+                if cfg.entropy_coef:
+                    loss = loss - cfg.entropy_coef * (batch.token_weights * entropy).sum()
                 (loss * world_size).backward()    # FSDP takes the mean of the ranks' gradients, we want the sum
                 gap, entropy = (x.detach() * (batch.token_weights > 0) for x in (gap.abs(), entropy))
                 seen.append({**sums, "loss": loss.detach(), "entropy": entropy.sum(), "gap": gap.sum(),
@@ -945,83 +975,176 @@ def train_on(groups: list[list[Sample]], policy: Policy, reference: Policy | Non
                 if math.isfinite(norm):
                     norms.append(norm)
                     optimizer.step()
+                else:
+                    skipped += 1
             optimizer.zero_grad()
-    shares = gathered([{name: value.item() for name, value in sums.items()} for sums in seen])
+    shares = gathered([{name: value.item() for name, value in sums.items()} for sums in seen], may_stop=False)
     seen = list(itertools.chain(*shares))    # all ranks' micro-batches
     total = lambda name: sum(sums[name] for sums in seen)
     peak = lambda name: torch.tensor([0.0, *(sums[name] for sums in seen)]).max().item()
     tokens, count = max(total("tokens"), 1), max(len(norms), 1)
     return {"policy/loss": total("loss") / count, "policy/grad_norm": sum(norms) / count,
-            "policy/entropy": total("entropy") / tokens, **({"policy/kl": total("kl") / tokens} if reference else {}),
+            "policy/entropy": total("entropy") / tokens,
+            **({"policy/kl": total("kl") / tokens, "policy/beta": beta} if reference else {}),
             "policy/clip_low": total("clip_low") / tokens, "policy/clip_high": total("clip_high") / tokens,
             "policy/ratio_max": peak("ratio_max"), "policy/engine_gap_mean": total("gap") / tokens,
             "policy/engine_gap_max": peak("gap_max"), "policy/updates": len(norms),
-            "policy/skipped_updates": len(updates) - len(norms)}
+            "policy/skipped_updates": len(updates) - len(norms), "policy/nonfinite_updates": skipped}
 
+# --- checkpoint -------------------------------------------------------------------------------------------------------
+def training_tensors(policy: Policy, reference: Policy | None, optimizer) -> dict[str, Tensor]:
+    """All tensors that the rest of a run depends on, to be written, or overwritten. There are no generators among them:
+    each draw is seeded anew from its step."""
+    tensors = {f"reference {name}": p.detach() for name, p in reference.named_parameters()} if reference else {}
+    for name, p in policy.named_parameters():
+        optimizer.state[p] |= {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p.detach()),
+                               "exp_avg_sq": torch.zeros_like(p.detach())}    # as AdamW makes them at its first step
+        tensors |= {name: p.detach()} | {f"{name} {key}": value for key, value in optimizer.state[p].items()}
+    return tensors
+
+def digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.file_digest(open(file, "rb"), "sha256").hexdigest()
+            for file in sorted(folder.iterdir()) if file.name != "complete.json"}
+
+def save_checkpoint(run: "Run", tensors: dict[str, Tensor], state: dict) -> int:
+    """Written beside, then a marker with a digest of each file, then renamed. If that fails, the run goes on with the
+    checkpoints it has. Returns the step."""
+    from torch.distributed import checkpoint as dcp
+    folder = run.folder / f"checkpoint-{state['step']}"
+    unfinished, problem = folder.with_suffix(".unfinished"), [None]
+    try:
+        dcp.save(tensors, checkpoint_id=unfinished)
+        if dist.get_rank() == 0:
+            (unfinished / "complete.json").write_text(json.dumps({"state": state, "sha256": digests(unfinished)}))
+            shutil.rmtree(folder, ignore_errors=True)    # a damaged one
+            unfinished.rename(folder)
+    except (OSError, dcp.CheckpointException) as e:    # the latter on all ranks, whichever failed
+        problem = [str(e).strip().splitlines()[-1]]
+    dist.broadcast_object_list(problem)
+    if dist.get_rank() == 0:
+        for old in [*run.folder.glob("*.unfinished"), *run.checkpoints()[run.cfg.save_total_limit:]]:
+            shutil.rmtree(old, ignore_errors=True)
+    if problem[0]:
+        say(f"warning: {folder} can't be written: {problem[0]:.300}; the run goes on, the earlier ones are kept")
+    return state["step"]
+
+def load_checkpoint(run: "Run", tensors: dict[str, Tensor], data: str) -> dict | None:
+    """Overwrites the tensors with those of the newest checkpoint that is whole, and returns its state; None without
+    one. Only once the digests agree is anything of it unpickled."""
+    from torch.distributed import checkpoint as dcp
+    found = [None, None]
+    for folder in run.checkpoints() if dist.get_rank() == 0 else []:
+        try:
+            complete = json.loads((folder / "complete.json").read_text())
+            assert complete["sha256"] == digests(folder), "a file differs from its digest"
+            found = [folder, complete["state"]]
+            break
+        except (OSError, ValueError, KeyError, AssertionError) as e:
+            say(f"warning: {folder} is damaged, trying the one before ({type(e).__name__}: {e})")
+    dist.broadcast_object_list(found)
+    folder, state = found
+    if folder:
+        need(state["data"] == data, f"the rows of --dataset are not those that {folder} was trained on: put them back, "
+             "or name another --output-dir")
+        try:
+            dcp.load(tensors, checkpoint_id=folder)
+        except dcp.CheckpointException as e:
+            raise UserError(f"{folder} doesn't fit the model: {str(e).strip().splitlines()[-1]:.300}") from e
+    return state
 
 # --- log --------------------------------------------------------------------------------------------------------------
-
-
 FIRST_RANK = os.environ.get("RANK", "0") == "0"
 ON_TERMINAL = FIRST_RANK and sys.stderr.isatty()
-
 
 def say(message: str) -> None:
     if FIRST_RANK:
         print(message, flush=True)
-
 
 def progress(phase: str, iterable=None, total: int | None = None, **_):
     """The progress line of a phase, where there is a terminal to show it. `_`: what else vLLM gives its own."""
     from tqdm import tqdm
     return tqdm(iterable, total=total, desc=phase, leave=False, dynamic_ncols=True, disable=not ON_TERMINAL)
 
-
 class Run:
-    """The run's folder: config.json, metrics.jsonl, samples.jsonl and at the end the model. Rank 0 writes it."""
+    """The run's folder: config.json, metrics.jsonl, samples.jsonl, checkpoints and at the end the model. Rank 0 writes
+    it; the lines of a step at once, so that a killed run leaves whole ones."""
 
     def __init__(self, cfg: Config):
-        chosen = [cfg.output_dir or time.strftime("runs/%Y%m%d-%H%M%S")]
+        self.cfg, self.lost, chosen = cfg, False, [cfg.output_dir or time.strftime("runs/%Y%m%d-%H%M%S")]
         if dist.get_rank() == 0:
-            folder = Path(chosen[0])
+            file, flags = Path(chosen[0], "config.json"), json.loads(json.dumps(asdict(cfg) | {"output_dir": None}))
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                with open(folder / "config.json", "x") as f:
-                    json.dump(asdict(cfg), f, indent=1)
-            except FileExistsError:
-                chosen = [UserError(f"--output-dir {folder} already holds a run, or is a file: name another folder")]
-            except OSError as e:
-                chosen = [UserError(f"--output-dir {folder} can't be written: {e}")]
+                file.parent.mkdir(parents=True, exist_ok=True)
+                if not file.exists():
+                    file.with_suffix(".new").write_text(json.dumps(flags, indent=1))
+                    file.with_suffix(".new").rename(file)
+                old = json.loads(file.read_text())
+                for name in [name for name in flags if old.get(name) != flags[name]][:1]:
+                    chosen = [UserError(f"--output-dir {file.parent} holds a run with --{name.replace('_', '-')} "
+                                        f"{old.get(name)}, not {flags[name]}: name another, or give the same flags")]
+            except (OSError, ValueError) as e:
+                chosen = [UserError(f"--output-dir {file.parent} can't be used: {e}")]
         dist.broadcast_object_list(chosen)    # one clock names the folder for all
         if isinstance(chosen[0], UserError):
             raise chosen[0]
         self.folder = Path(chosen[0])
 
+    def checkpoints(self) -> list[Path]:
+        """Newest first."""
+        found = [(int(f.name.partition("-")[2]), f) for f in self.folder.glob("checkpoint-*[0-9]")]
+        return [folder for _, folder in sorted(found, reverse=True)]
+
     def write(self, file: str, rows: list[dict]) -> None:
-        if dist.get_rank() == 0:
-            with open(self.folder / file, "a") as f:
-                f.write("".join(json.dumps(row) + "\n" for row in rows))
+        try:
+            if dist.get_rank() == 0:
+                with open(self.folder / file, "ab", buffering=0) as f:
+                    f.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+        except OSError as e:    # a full disk costs the lines, not the run
+            say(f"warning: {self.folder / file} can't be written: {e}; the run goes on" * (not self.lost))
+            self.lost = True
 
     def write_samples(self, groups: list[list[Sample]], step: int, split: str) -> None:
         self.write("samples.jsonl", [
             {"step": step, "split": split, "prompt": s.row.prompt, "completion": s.text, "reward": s.reward,
-             "advantage": s.advantage} for group in groups for s in group])
+             "rewards": s.rewards, "advantage": s.advantage} for group in groups for s in group])
 
+    def rewind(self, step: int, evaluated: bool) -> None:
+        """Drops the lines of what comes after a checkpoint, to be done once more, and one that a killed run cut."""
+        when = lambda row: (row["step"], row.get("split") != "train")
+        for file in self.folder.glob("*.jsonl") if dist.get_rank() == 0 else []:
+            with open(file) as old, open(file.with_suffix(".new"), "w") as new:
+                new.writelines(x for x in old if x.endswith("\n") and when(json.loads(x)) <= (step, evaluated))
+            file.with_suffix(".new").rename(file)
+
+def reward_table(groups: list[list[Sample]]) -> Tensor:
+    return torch.tensor([[math.nan if s.reward is None else s.reward for s in g] for g in groups], dtype=torch.float64)
 
 def sample_metrics(groups: list[list[Sample]]) -> dict[str, float]:
     """What a step's samples say, over all ranks."""
-    samples = [s for group in groups for s in group]
-    rewards = torch.tensor([[s.reward for s in group] for group in groups], dtype=torch.float64)    # [B, G]
-    mean = lambda value: sum(map(value, samples)) / len(samples)
-    return {"reward/mean": rewards.mean().item(), "reward/std": rewards.std(correction=0).item(),
-            "reward/group_std": rewards.std(1, correction=0).mean().item(),
-            "reward/zero_std_groups": sum(not has_signal(group) for group in groups) / len(groups),
+    samples, rewards = [s for group in groups for s in group], reward_table(groups)     # [B, G]
+    std = lambda x: (x - x.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean().item()
+    mean = lambda values: sum(values := [x for x in values if x is not None]) / max(len(values), 1)
+    lengths = [len(s.ids) for s in samples]
+    return {"reward/mean": rewards.nanmean().item(), "reward/std": std(rewards.view(1, -1)),
+            "reward/group_std": std(rewards),
+            **{f"reward/{name}": mean(s.rewards.get(name) for s in samples) for name in samples[0].rewards},
+            "reward/zero_std_groups": mean(not has_signal(group) for group in groups),
             "reward/advantage_std": torch.tensor([s.advantage for s in samples]).std(correction=0).item(),
-            "completion/tokens": sum(len(s.ids) for s in samples), "completion/length_mean": mean(lambda s: len(s.ids)),
-            "completion/length_max": max(len(s.ids) for s in samples),
-            "completion/truncated": mean(lambda s: s.truncated),
-            "completion/parsable": mean(lambda s: extract_answer(s.text) is not None)}
+            "completion/tokens": sum(lengths), "completion/length_mean": mean(lengths),
+            "completion/length_max": max(lengths),
+            "completion/truncated": mean(s.truncated for s in samples),
+            "completion/distinct": mean(len({s.text for s in group}) / len(group) for group in groups),
+            "completion/parsable": mean(extract_answer(s.text) is not None for s in samples)}
 
+def alarms(m: dict[str, float], first: Sample) -> set[str]:
+    """What in a step's metrics should worry, in words without numbers: a new one is shown once."""
+    return {text for text, so in {
+        f"no reward so far, so nothing to learn from; a completion was {first.text!r:.200}, read as "
+        f"{extract_answer(first.text)!r:.50}": m["step"] == 3 and m["reward/mean"] == m["reward/std"] == 0,
+        "rewards differ within no group: nothing to learn from": m["reward/zero_std_groups"] == 1,
+        "more than a nat a token of KL to the reference": m.get("policy/kl", 0) > 1,
+        "nearly all completions are cut at --max-completion-length": m["completion/truncated"] > 0.95,
+        "vLLM and trainer drift apart (policy/engine_gap_mean)": m["policy/engine_gap_mean"] > 0.25}.items() if so}
 
 def step_line(m: dict[str, float], cfg: Config) -> str:
     left = m["time/elapsed"] / m["step"] * (cfg.max_steps - m["step"])
@@ -1032,7 +1155,6 @@ def step_line(m: dict[str, float], cfg: Config) -> str:
         *measured("kl", "policy/kl"), f"clipped {m['policy/clip_low'] + m['policy/clip_high']:.1%}",
         f"{m['time/tokens_per_second']:.0f} tokens/s", f"{m['time/step']:.1f} s",
         f"{left // 60:.0f}:{left % 60:02.0f} left"])
-
 
 def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> None:
     """A checkpoint folder for transformers and vLLM, written beside and renamed when whole."""
@@ -1049,45 +1171,73 @@ def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> N
         tokenizer.save_pretrained(unfinished)
         unfinished.rename(folder)
     dist.barrier()
-
-
 # --- train ------------------------------------------------------------------------------------------------------------
+class Stopped(BaseException):
+    """SIGTERM or Ctrl-C, on all ranks at the same point."""
 
+class Broken(BaseException):
+    """SIGTERM or Ctrl-C during what one rank does for itself; the next `gathered` tells the others."""
 
-def rollout(engine: Engine, rows: list[Row], n: int, temperature: float, seed: int, reward: Callable, phase: str
+STATUS = {"phase": "start", "signal": 0, "breakable": False}
+
+def on_signal(number: int, frame) -> None:
+    if STATUS["signal"]:    # the second one
+        os._exit(128 + number)
+    STATUS["signal"] = number
+    if STATUS["breakable"]:
+        raise Broken
+
+def gathered(value: Any = None, may_stop: bool = True) -> list:
+    """Each rank's value, on every rank. Raises Stopped on all of them if one was told to stop."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, (value, STATUS["signal"]))
+    values, signals = zip(*values)
+    if may_stop and any(signals):
+        raise Stopped(max(signals))
+    return list(values)
+
+def rollout(engine: Engine, rows: list[Row], n: int, temperature: float, seed: int, pool: RewardPool, phase: str
             ) -> tuple[list[list[Sample]], int]:
     """Samples and scores this rank's share of the rows. Returns everybody's groups, in the rows' order, and on how many
-    completions the reward raised: every rank then knows the whole step, and only the loss is left to reduce."""
+    completions a reward failed: every rank then knows the whole step, and only the loss is left to reduce."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    share = rows[len(rows) * rank // world_size:len(rows) * (rank + 1) // world_size]
-    groups = engine.sample(share, n, temperature, seed * world_size + rank, phase)
-    groups, failures = (list(itertools.chain(*shares)) for shares in zip(*gathered((groups, score(reward, groups)))))
+    share, groups, failures = rows[len(rows) * rank // world_size:len(rows) * (rank + 1) // world_size], [], []
+    STATUS["phase"] = phase
+    try:
+        STATUS["breakable"] = True
+        groups = engine.sample(share, n, temperature, seed * world_size + rank, phase)
+        failures = pool.score(groups)
+        STATUS["breakable"] = False
+    except Broken:
+        pass
+    groups, failures = (list(itertools.chain(*shares)) for shares in zip(*gathered((groups, failures))))
     if failures:
-        say(f"warning: the reward raised on {len(failures)} of {len(rows) * n} completions, now 0: {failures[-1]}")
-    if len(failures) == len(rows) * n:
-        raise UserError(f"the reward raised on every completion of a step, at last {failures[-1]}")
+        say(f"warning: a reward failed on {len(failures)} of {len(rows) * n} completions, now 0: {failures[-1]}")
+    need(len(failures) < len(rows) * n, f"the reward failed on every completion of a step, at last {failures[-1:]}")
     return groups, len(failures)
 
-
-def evaluate(engine: Engine, rows: list[Row], reward: Callable, run: Run, step: int) -> dict[str, float]:
-    """Greedy completions of the held-out problems: their mean reward, and accuracy where every row has an answer."""
-    if not rows:
-        return {}
-    groups, _ = rollout(engine, rows, 1, 0.0, 0, reward, "evaluation")
-    run.write_samples(groups, step, "eval")
-    samples = [s for [s] in groups]
-    metrics = {"eval/reward": sum(s.reward for s in samples) / len(samples)}
-    if all("answer" in row.columns for row in rows):
-        hits = [answer_is_correct(s.text, s.row.columns["answer"]) for s in samples]
-        metrics["eval/accuracy"] = sum(hits) / len(hits)
+def evaluate(engine: Engine, sets: dict[str, list[Row]], pool: RewardPool, run: Run, step: int) -> dict[str, float]:
+    """Of each held-out set, mean reward and accuracy of greedy completions, and pass@k of sampled ones."""
+    metrics, cfg = {}, run.cfg
+    for name, rows in sets.items():
+        prefix = f"eval/{Path(name).stem}/" if len(sets) > 1 else "eval/"
+        for n, temperature in ((1, 0.0), (cfg.eval_num_generations, cfg.temperature)):
+            groups = n and rollout(engine, rows, n, temperature, cfg.seed, pool, "evaluation")[0]
+            if n and not temperature:
+                run.write_samples(groups, step, "eval")
+                metrics[prefix + "reward"] = sample_metrics(groups)["reward/mean"]
+            for k in (2**i for i in range(n.bit_length())) if n and "correct" in groups[0][0].rewards else []:
+                wrong = [sum(s.rewards["correct"] < 1 for s in group) for group in groups]
+                metrics[prefix + (f"pass@{k}" if temperature else "accuracy")] = (    # arXiv:2107.03374, eq. 1
+                    sum(1 - math.comb(w, k) / math.comb(n, k) for w in wrong) / len(wrong))
     return metrics
-
 
 def self_test(engine: Engine, policy: Policy, rows: list[Row], cfg: Config, packed: bool, device: torch.device) -> None:
     """Engine and trainer must agree on a few samples. The engine began with random weights: a tensor that didn't reach
     it shows here, and so does a model that vLLM or the packed rows compute differently."""
     groups = engine.sample(rows, cfg.num_generations, cfg.temperature, cfg.seed, "self-test")
-    samples = split([s for group in groups for s in group], 1, cfg.tokens_per_micro_batch)[0][0]    # what fits
+    budget = cfg.tokens_per_micro_batch if packed else 1
+    samples = split([s for group in groups for s in group], 1, budget)[0][0]    # what fits
     batch = pack(samples, packed, device)
     with torch.no_grad():
         gap = (policy(batch)[0] - batch.engine_logprobs).abs()
@@ -1096,80 +1246,162 @@ def self_test(engine: Engine, policy: Policy, rows: list[Row], cfg: Config, pack
          f"(limit {limit}), {gap.max():.4f} at most: vLLM has other weights than {cfg.model_name_or_path}, or computes "
          "it differently")
 
+class Trainer:
+    """Everything of a run on one rank. Needs the process group."""
 
-def train(cfg: Config, device: torch.device) -> None:
-    """The whole job, on every rank. Needs the process group."""
-    reward = load_reward(cfg.reward)
-    model_config, tokenizer, stop_ids = load_tokenizer(cfg)
-    rows, held_out = load_data(cfg, tokenizer)
-    run = Run(cfg)
-    if not (packed := can_pack(cfg, model_config, device)):
-        say("note: the attention of this model can't take packed rows: training on one padded row a completion")
-    policy = load_policy(cfg, model_config, packed, device, trainable=True)
-    reference = load_policy(cfg, model_config, packed, device, trainable=False) if cfg.beta else None
-    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay,
-                                  fused=True)
-    engine = Engine(cfg, model_config, tokenizer, stop_ids, device)
-    engine.load(policy)
-    self_test(engine, policy, rows[:2], cfg, packed, device)
-    loader = Loader(rows, cfg.seed)
-    say(f"{cfg.model_name_or_path} on {dist.get_world_size()} x {device.type}: {cfg.prompts_per_step} prompts x "
-        f"{cfg.num_generations} completions a step, {len(rows)} prompts to train on, {len(held_out)} held out; "
-        f"output in {run.folder}")
-    before = measured = evaluate(engine, held_out, reward, run, 0)
-    run.write("metrics.jsonl", [{"step": 0, "time/elapsed": 0.0, **before}])
-    if before:
-        say("before the first step: " + ", ".join(f"{name} {value:.3f}" for name, value in before.items()))
+    def __init__(self, cfg: Config, device: torch.device):
+        self.cfg, self.device, self.pool = cfg, device, RewardPool(cfg, max(1, min(8, torch.get_num_threads())))
+        model_config, self.tokenizer, stop_ids = load_tokenizer(cfg)
+        rows, self.held_out = load_data(cfg, self.tokenizer)
+        self.run, self.loader = Run(cfg), Loader(rows, cfg.seed)
+        if (self.run.folder / "model").exists():
+            say(f"{self.run.folder} holds this run, complete")
+            sys.exit()
+        if not (packed := can_pack(cfg, model_config, device)):
+            say("note: the attention of this model can't take packed rows: one row a completion, slower")
+        self.packed, self.policy = packed, load_policy(cfg, model_config, packed, device, trainable=True)
+        self.reference = load_policy(cfg, model_config, packed, device, trainable=False) if cfg.beta else None
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), betas=(0.9, cfg.adam_beta2), fused=True,
+                                           weight_decay=cfg.weight_decay)
+        self.tensors = training_tensors(self.policy, self.reference, self.optimizer)
+        data = hashlib.sha256(repr([(row.prompt_ids, row.columns.get("answer")) for row in rows]).encode()).hexdigest()
+        # What the rest of the run depends on beside the tensors. `metrics`: of the step, until evaluated and written.
+        self.state = load_checkpoint(self.run, self.tensors, data) or {
+            "step": 0, "drawn": 0, "beta": cfg.beta, "elapsed": 0.0, "skipped": 0, "best": -1.0, "evals": [],
+            "alarms": [], "metrics": {"step": 0}, "data": data}
+        self.saved = self.state["step"]
+        self.engine = Engine(cfg, model_config, self.tokenizer, stop_ids, device)
+        self.engine.load(self.policy)
+        self_test(self.engine, self.policy, (rows or [*self.held_out.values()][0])[:2], cfg, packed, device)
+        self.run.rewind(self.saved or -1, not self.state["metrics"])
+        say(f"{cfg.model_name_or_path} on {dist.get_world_size()} x {device.type}: {cfg.prompts_per_step} prompts x "
+            f"{cfg.num_generations} completions a step, {len(rows)} prompts to train on, "
+            f"{sum(map(len, self.held_out.values()))} held out; output in {self.run.folder}"
+            + f", going on after step {self.saved}" * (self.saved > 0))
 
-    start = time.perf_counter()
-    for step in range(1, cfg.max_steps + 1):
-        began = time.perf_counter()
-        groups, failures = rollout(engine, loader.next(cfg.prompts_per_step), cfg.num_generations, cfg.temperature,
-                                   cfg.seed * 1_000_003 + step, reward, "sampling")
-        rewards = torch.tensor([[s.reward for s in group] for group in groups], dtype=torch.float64)    # [B, G]
-        advantages = group_advantages(rewards, cfg.scale_rewards)                       # [B, G]
+    def train(self) -> None:
+        cfg, state = self.cfg, self.state
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, on_signal)
+        try:
+            while True:
+                if state["metrics"]:
+                    self.finish_step()
+                if state["step"] == cfg.max_steps or cfg.eval_only:
+                    break
+                if state["step"] % cfg.save_steps == 0 and state["step"] != self.saved:
+                    self.saved = save_checkpoint(self.run, self.tensors, state)
+                self.step()
+                need(state["skipped"] < cfg.max_skipped_steps, f"{state['skipped']} steps in a row had a gradient that "
+                     "was not finite: lower --learning-rate; their completions are in samples.jsonl")
+        except Stopped:
+            if state["step"] != self.saved:
+                save_checkpoint(self.run, self.tensors, state)
+            say(f"stopped after step {state['step']}: with --output-dir {self.run.folder}, the same command goes on")
+            dist.barrier()
+            raise
+        if not cfg.eval_only:
+            save_model(self.policy, self.tokenizer, model := self.run.folder / "model", self.engine.dtype)
+            for name, before in (state["evals"] or [{}])[0].items():
+                say(f"{name}: {before:.3f} before, {state['evals'][-1][name]:.3f} after {cfg.max_steps} steps")
+            say(f"{state['elapsed'] / 60:.1f} minutes of training; the model is in {model}: load it with\n"
+                f"  AutoModelForCausalLM.from_pretrained({str(model)!r})   or   vllm serve {model}")
+
+    def sample(self, step: int) -> tuple[list[list[Sample]], dict[str, int]]:
+        """The groups of a step. With dynamic sampling, of as many rounds of prompts as it takes to fill the step with
+        groups that have a signal (DAPO, section 3.2), or of all that are allowed; other groups are dropped."""
+        cfg, kept, failures = self.cfg, [], 0
+        for i in range(rounds := cfg.dynamic_sampling_rounds):
+            groups, failed = rollout(
+                self.engine, self.loader.next(cfg.prompts_per_step), cfg.num_generations, cfg.temperature,
+                (cfg.seed * 1_000_003 + step) * rounds + i, self.pool, "sampling")
+            kept += groups if rounds == 1 else filter(has_signal, groups)
+            failures += failed
+            if len(kept) >= cfg.prompts_per_step:
+                break
+        kept = kept[:cfg.prompts_per_step] or groups
+        return kept, {"reward/failures": failures, "rollout/rounds": i + 1,
+                      "rollout/dropped_groups": (i + 1) * cfg.prompts_per_step - len(kept)}
+
+    def step(self) -> None:
+        """The next step: sample, judge, update, hand the weights to the engine. `state` has it once it is done."""
+        cfg, state, step, began = self.cfg, self.state, self.state["step"] + 1, time.perf_counter()
+        gathered()    # the run may stop here
+        self.loader.drawn = state["drawn"]
+        groups, counts = self.sample(step)
+        advantages = group_advantages(reward_table(groups), cfg.scale_rewards, cfg.advantage_baseline)      # [B, G]
         for sample, advantage in zip(itertools.chain(*groups), advantages.flatten().tolist(), strict=True):
             sample.advantage = advantage
-        run.write_samples(groups, step, "train")
-        engine.sleep()
+        self.run.write_samples(groups, step, "train")
+        self.engine.sleep()
         sampled = time.perf_counter()
-        for parameters in optimizer.param_groups:
+        for parameters in self.optimizer.param_groups:
             parameters["lr"] = learning_rate(step - 1, cfg)
-        metrics = {"step": step, **sample_metrics(groups), "reward/failures": failures,
-                   **train_on(groups, policy, reference, optimizer, cfg, packed, device),
-                   "policy/learning_rate": learning_rate(step - 1, cfg)}
+        metrics = {"step": step, **sample_metrics(groups), **counts, **train_on(
+            groups, self.policy, self.reference, self.optimizer, cfg, self.packed, self.device, state["beta"]),
+            "policy/learning_rate": learning_rate(step - 1, cfg)}
         trained = time.perf_counter()
-        engine.load(policy)
+        self.engine.load(self.policy)
+        if cfg.ref_model_sync_steps and step % cfg.ref_model_sync_steps == 0:
+            for old, new in zip(self.reference.parameters(), self.policy.parameters()):
+                old.detach().to_local().copy_(new.detach().to_local())
         loaded = time.perf_counter()
         metrics |= {"time/sampling": sampled - began, "time/training": trained - sampled,
                     "time/reload": loaded - trained, "time/step": loaded - began,
-                    "time/tokens_per_second": metrics["completion/tokens"] / (loaded - began)}
-        if step % cfg.eval_steps == 0 or step == cfg.max_steps:
-            measured = evaluate(engine, held_out, reward, run, step)
-            metrics |= {**measured, "time/evaluation": time.perf_counter() - loaded}
-        metrics |= {"time/elapsed": time.perf_counter() - start, "time/peak_memory_gib":    # of rank 0 so far
-                    torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else
-                    resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-        run.write("metrics.jsonl", [{name: value if math.isfinite(value) else None for name, value in metrics.items()}])
-        say(step_line(metrics, cfg))
+                    "time/tokens_per_second": metrics["completion/tokens"] / (loaded - began),
+                    "time/peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else
+                    resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}    # of rank 0 so far
+        kl, target, skipped = metrics.get("policy/kl"), cfg.kl_target, metrics["policy/nonfinite_updates"]
+        for alarm in (found := alarms(metrics, groups[0][0])) - {*state["alarms"]}:
+            say(f"warning: step {step}: {alarm}")
+        # Adaptive beta: PPO, arXiv:1707.06347, section 4.
+        state |= {"step": step, "drawn": self.loader.drawn, "elapsed": state["elapsed"] + loaded - began,
+                  "skipped": state["skipped"] + 1 if skipped else 0, "alarms": [*found],
+                  "beta": state["beta"] * (1 if not target else 2 if kl > 1.5 * target else 0.5 ** (kl < target / 1.5)),
+                  "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()}}
 
-    save_model(policy, tokenizer, run.folder / "model", engine.dtype)
-    for name in before:
-        say(f"{name}: {before[name]:.3f} before, {measured[name]:.3f} after {cfg.max_steps} steps")
-    model = run.folder / "model"
-    say(f"{metrics['time/elapsed'] / 60:.1f} minutes of training; the model is in {model}: load it with\n"
-        f"  AutoModelForCausalLM.from_pretrained({str(model)!r})   or   vllm serve {model}")
+    def finish_step(self) -> None:
+        """Evaluates if it is time to, and writes and shows the step's metrics."""
+        cfg, state, metrics, began = self.cfg, self.state, self.state["metrics"], time.perf_counter()
+        if metrics["step"] % cfg.eval_steps == 0 or metrics["step"] == cfg.max_steps:
+            found = evaluate(self.engine, self.held_out, self.pool, self.run, metrics["step"])
+            taken = time.perf_counter() - began
+            metrics |= found | {"time/evaluation": taken}
+            state |= {"evals": [*state["evals"][:1], found], "elapsed": state["elapsed"] + taken,
+                      "best": max(state["best"], found.get("eval/accuracy", -1.0))}
+        state["metrics"], metrics["time/elapsed"] = None, state["elapsed"]
+        self.run.write("metrics.jsonl", [metrics])
+        say(step_line(metrics, cfg) if metrics["step"] else "before the first step: " + ", ".join(
+            f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")))
 
+def fail(e: BaseException, name: str) -> None:
+    """The first rank to fail says why; all end at once, as the others may wait in a collective: torchrun ends them."""
+    STATUS["breakable"] = False
+    first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1 if dist.is_initialized() else FIRST_RANK
+    if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(e):
+        e = UserError(f"out of memory during {STATUS['phase']}: lower --tokens-per-micro-batch or --vllm-gpu-memory-"
+                      f"utilization, or give --gradient-checkpointing ({str(e).splitlines()[0]:.200})")
+    if first:
+        trace = "" if isinstance(e, UserError) else "".join(traceback.format_exception(e))
+        print(f"{trace}{name}: {e if not trace else 'failed during ' + STATUS['phase']}", file=sys.stderr, flush=True)
+    os._exit(2 if isinstance(e, UserError) else 1)
 
 def main() -> None:
     import tyro
-    cfg = tyro.cli(Config, description=__doc__.partition("\n")[0])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # until there is something to save
+    about = __doc__.partition("\n")[0]
+    cfg = tyro.cli(Config, description=about)
+    if chosen := RECIPES[cfg.recipe]:
+        cfg = tyro.cli(Config, description=about, default=replace(Config(), recipe=cfg.recipe, **chosen))
+        say(f"recipe {cfg.recipe}: " + " ".join(f"--{name.replace('_', '-')} {getattr(cfg, name)}" for name in chosen))
     rank, world_size, local_rank, local_size = (int(os.environ.get(name, default)) for name, default in (
         ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
     try:
         check_config(cfg, world_size)
         need("RANK" in os.environ,
              "start it with torchrun: torchrun --standalone --nproc-per-node <GPUs, or 1> grpo.py ...")
+        need(cfg.output_dir or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
+             "torchrun --max-restarts needs an --output-dir, where a restart finds the run")
         import transformers
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
@@ -1182,11 +1414,11 @@ def main() -> None:
         else:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))    # torchrun would leave it at 1
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
-        train(cfg, device)    # the engine's exit handler ends the process group
-    except UserError as e:
-        print(f"grpo.py{f' (rank {rank})' if world_size > 1 else ''}: {e}", file=sys.stderr, flush=True)
-        os._exit(2)    # at once: the other ranks may wait in a collective; torchrun ends them
-
+        Trainer(cfg, device).train()    # the engine's exit handler ends the process group
+    except Stopped as e:
+        os._exit(128 + e.args[0])
+    except Exception as e:
+        fail(e, f"grpo.py{f' (rank {rank})' if world_size > 1 else ''}")
 
 if __name__ == "__main__":
     main()

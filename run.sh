@@ -157,4 +157,18 @@ if [[ $mode == cpu && ! ${OMP_NUM_THREADS-} ]]; then
   cores=$(nproc)
   export OMP_NUM_THREADS=$((cores > ranks ? cores / ranks : 1))
 fi
-exec "$py" -P -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$here/grpo.py" "$@"
+# torchrun, with time to save when it is stopped; its ending is grpo.py's own line and exit code, not a traceback.
+exec "$py" -P -c '
+import logging, sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+try:
+    main(sys.argv[1:])
+except SignalException as e:
+    sys.exit(128 + e.sigval)
+except ChildFailedError as e:
+    code = e.get_first_failure()[1].exitcode
+    sys.exit(code if code > 0 else 128 - code)
+' --standalone --shutdown-timeout 60 --nproc-per-node "$ranks" "$here/grpo.py" "$@"

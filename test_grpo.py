@@ -55,9 +55,10 @@ def make_groups(shapes, rewards=None, seed=0):
     ([[1, 0, 0]], "group", [[1.4142, -0.7071, -0.7071]]), ([[1, 0], [1, 1]], "group", [[1, -1], [0, 0]]),
     ([[1, 0, 0, 0]], "group", [[1.7320, -0.5773, -0.5773, -0.5773]]), ([[1, 0], [5, 7]], "group", [[1, -1], [-1, 1]]),
     ([[1, 0], [1, 1]], "batch", [[1.1547, -1.1547], [0, 0]]), ([[0.7, 0.701]], "group", [[-0.998, 0.998]]),
-    ([[1, 0, 0, 0]], "none", [[0.75, -0.25, -0.25, -0.25]])])
+    ([[1, 0, 0, 0]], "none", [[0.75, -0.25, -0.25, -0.25]]), ([[1, 0, 0, 0]], "rloo", [[1, -1 / 3, -1 / 3, -1 / 3]])])
 def test_advantages(rewards, scale, expected):
-    got = grpo.group_advantages(torch.tensor(rewards, dtype=torch.float32), scale)
+    how = ("none", "leave_one_out") if scale == "rloo" else (scale,)
+    got = grpo.group_advantages(torch.tensor(rewards, dtype=torch.float32), *how)
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float32), rtol=0, atol=1e-4)
 
 
@@ -92,6 +93,39 @@ def loss_and_gradient(logprobs, old, advantages, weights, **options):
 def test_clipped_surrogate(ratio, advantage, options, objective, gradient):
     loss, grad, _ = loss_and_gradient([-1 + math.log(ratio)], [-1], [advantage], [1], **options)
     assert (loss, grad) == (approx(-objective), approx([-gradient]))
+
+
+@pytest.mark.parametrize("options, kl, gradient", [
+    ({"kl_estimator": "k2"}, 0.125, 0.5), ({}, 0.106531, 0.393469),
+    ({"kl_times_ratio": True}, 0.106531, 0.393469 + 0.106531)])
+def test_kl_estimators(options, kl, gradient):
+    """Times the ratio, which is 1 here, d(rho k3) = d k3 + k3 d rho."""
+    got = loss_and_gradient([-1], [-1], [0], [1], ref_logprobs=[-1.5], beta=1, **options)
+    assert (got[0], got[1][0], got[2]["kl"]) == (approx(kl), approx(gradient), approx(0.106531))
+
+
+def test_gspo_clips_one_ratio_a_completion():
+    """Two completions: the first's ratio is exp((ln 1.5 + ln 0.8) / 3) = 1.0627, the second's 1.5 is over the clip."""
+    log_ratio = [math.log(1.5), math.log(0.8), 0, math.log(1.5), math.log(1.5)]
+    loss, grad, _ = loss_and_gradient(log_ratio, [0] * 5, [2, 2, 2, 1, 1], [1 / 3] * 3 + [1 / 2] * 2,
+                                      sequence=torch.tensor([0, 0, 0, 1, 1]))
+    assert loss == approx(-(2 * 1.0626586 + 1.2)) and grad == approx([-1.0626586 * 2 / 3] * 3 + [0, 0])
+
+
+def test_cispo_weighs_and_stops_no_gradient():
+    """Ratios of 3, cut to 2, and 0.1, which the other losses would clip for a negative advantage."""
+    loss, grad, _ = loss_and_gradient([-1, -2], [-1 - math.log(3), -2 + math.log(10)], [1, -1], [0.5, 0.5], cispo=True,
+                                      epsilon_high=1.0)
+    assert loss == approx(-0.5 * (2 * -1 + 0.1 * -1 * -2)) and grad == approx([-0.5 * 2, 0.5 * 0.1])
+
+
+@pytest.mark.parametrize("mode, expected", [
+    ("token_truncate", [0.818731, 2, 1, 1.648721]), ("token_mask", [0.818731, 0, 1, 1.648721]),
+    ("sequence_mask", [0, 0, 1.648721, 1.648721])])
+def test_engine_weights(mode, expected):
+    """Of two completions with log pi_old/mu of -0.2 and 1, and of 0 and 0.5; the first's product is e^0.8 > 2."""
+    got = grpo.engine_weights(f64([-0.2, 1, 0, 0.5]), torch.tensor([4, 4, 1, 1]).sub(1), mode, 2.0)
+    assert got.tolist() == approx(expected)
 
 
 @pytest.mark.parametrize("advantage, weight, beta, loss, gradient", [
@@ -267,14 +301,14 @@ SHAPES = {"uneven": [(3, [1, 5, 2, 9]), (40, [4, 1, 7, 1])], "one token": [(3, [
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("packed, cuts", [(True, []), (True, [2, 5]), (False, [])], ids=["packed", "cut", "padded"])
+@pytest.mark.parametrize("packed, cuts", [(True, []), (True, [2, 5]), (False, [])], ids=["packed", "cut", "one a row"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_row_means_what_its_completions_mean_alone(kind, packed, cuts, shape, monkeypatch):
     """In float64, and so with another head than token_logprobs, which computes in float32."""
     monkeypatch.setattr(grpo, "token_logprobs", exact_logprobs)
     lm, plain = tiny_lm(kind, "grouped" if packed else "sdpa"), tiny_lm(kind, "sdpa")
     samples = sum(make_groups(shape), [])
-    cuts = [cut for cut in cuts if cut < len(samples)]    # through groups, as split() may
+    cuts = [cut for cut in cuts if cut < len(samples)] if packed else range(1, len(samples))    # as split() may
     batches = [grpo.pack(samples[a:b], packed, CPU) for a, b in zip([0, *cuts], [*cuts, len(samples)])]
     outputs = zip(*map(Policy(lm, 0.7), batches)), zip(*(alone(plain, s, 0.7) for s in samples))
     for got, expected in zip(*(map(torch.cat, parts) for parts in outputs), strict=True):
@@ -284,10 +318,9 @@ def test_a_row_means_what_its_completions_mean_alone(kind, packed, cuts, shape, 
         assert relative(*(torch.cat([g.flatten() for g in gradient]) for gradient in slopes)) < 1e-10
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_exactly_the_completions_are_scored_each_token_from_the_one_before(packed):
+def test_exactly_the_completions_are_scored_each_token_from_the_one_before():
     samples = grpo.set_token_weights(make_groups(SHAPES["uneven"], [[1.0, 0, 0, 0], [0.0, 1, 1, 1]]), Config())
-    batch = grpo.pack(samples, packed, CPU)
+    batch = grpo.pack(samples, True, CPU)
     where = [len(s.row.prompt_ids) - 1 + i for s in samples for i in range(len(s.ids))]
     owner = [s for s in samples for _ in s.ids]
     assert batch.input_ids.flatten()[batch.score_index].tolist() == [
@@ -297,7 +330,8 @@ def test_exactly_the_completions_are_scored_each_token_from_the_one_before(packe
     assert batch.advantages.tolist() == approx([s.advantage for s in owner])
     assert batch.token_weights.tolist() == approx([s.token_weight for s in owner])
     assert batch.engine_logprobs.tolist() == approx([x for s in samples for x in s.engine_logprobs])
-    assert batch.input_ids.numel() == (43 + 30 - 8 if packed else 8 * 46)    # packed: each prompt once, no last token
+    assert batch.sequence.tolist() == [i for i, s in enumerate(samples) for _ in s.ids]
+    assert batch.input_ids.numel() == 43 + 30 - 8    # each prompt once, no last token
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -398,16 +432,16 @@ def test_a_bad_row_is_named(tmp_path, line, named):
     file = tmp_path / "bad.jsonl"
     file.write_bytes(b'{"prompt": "a", "answer": 1}\n\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n")
     with pytest.raises(UserError) as error:
-        grpo.jsonl_rows(str(file), answer_needed=True)
+        grpo.read_rows(str(file), Config(), "train")
     place, _, message = str(error.value).partition(" line 3: ")
     assert place == str(file) and named in message and "\n" not in message and len(message) < 300
 
 
 def test_a_bad_file_is_named(tmp_path):
     (tmp_path / "empty.jsonl").write_text(" \n\n")
-    for name, message in (("empty.jsonl", "no rows"), ("missing.jsonl", "no such file"), (".", "no such file")):
+    for name, message in (("empty.jsonl", "no rows"), ("missing.jsonl", "no such file"), ("other", "no .jsonl file")):
         with pytest.raises(UserError, match=f"{re.escape(str(tmp_path / name))}: {message}"):
-            grpo.jsonl_rows(str(tmp_path / name), answer_needed=True)
+            grpo.read_rows(str(tmp_path / name), Config(), "train")
 
 
 def test_rows_are_read_as_they_are(tmp_path):
@@ -415,9 +449,10 @@ def test_rows_are_read_as_they_are(tmp_path):
     rows = [{"question": "a\u2028b\x85c", "answer": 7, "level": 3, "tags": ["x"]}, {"prompt": "d", "answer": 2.5},
             {"prompt": [{"role": "user", "content": "e"}], "answer": "#### 72"}]
     file.write_bytes(("\ufeff" + "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)).encode())
-    assert grpo.jsonl_rows(str(file), answer_needed=True) == rows
+    by_prompt = lambda rows: sorted(rows, key=lambda row: str(row.get("prompt")))
+    assert by_prompt(grpo.read_rows(str(file), Config(), "train")) == by_prompt(rows)
     file.write_text('{"prompt": "a"}\n')
-    assert grpo.jsonl_rows(str(file), answer_needed=False) == [{"prompt": "a"}]
+    assert grpo.read_rows(str(file), Config(reward=("format",)), "train") == [{"prompt": "a"}]
 
 
 WORDS = ["user", "system", "bot", *(f"w{i}" for i in range(60))]
@@ -439,7 +474,7 @@ CHAT = {"prompt": [{"role": "system", "content": "w3"}, {"role": "user", "conten
     ({"prompt": "w1"}, True, "w1"), ({"prompt": "w1", "question": "w2"}, True, "w1"),
     (CHAT, True, "system w3 user w4 bot")])
 def test_tokenize(row, chat, words):
-    [got] = grpo.tokenize([row | {"answer": 5, "level": 2}], tiny_tokenizer(chat), 5)
+    [got] = grpo.tokenize([row | {"answer": 5, "level": 2}], tiny_tokenizer(chat), Config(max_prompt_length=5))
     assert got.prompt_ids == [WORDS.index(word) for word in words.split()]
     assert got.prompt == row.get("prompt", row.get("question"))
     assert got.columns == {k: v for k, v in row.items() if k != "prompt"} | {"answer": 5, "level": 2}
@@ -447,7 +482,7 @@ def test_tokenize(row, chat, words):
 
 def test_chat_messages_need_a_chat_template():
     with pytest.raises(UserError, match="no chat template"):
-        grpo.tokenize([CHAT], tiny_tokenizer(chat=False), 9)
+        grpo.tokenize([CHAT], tiny_tokenizer(chat=False), Config())
 
 
 def write_rows(path, prompts):
@@ -457,16 +492,20 @@ def write_rows(path, prompts):
 
 def test_load_data_drops_and_says_what(tmp_path, capsys):
     file = write_rows(tmp_path / "a.jsonl", [*WORDS[3:23], *["w1 w1 w1 w1 w1"] * 3, "w59"])
-    cfg = Config(dataset=file, eval_dataset=write_rows(tmp_path / "b.jsonl", ["w3", "w4", "w50"]), max_prompt_length=4)
-    train, held_out = ({row.prompt for row in rows} for rows in grpo.load_data(cfg, tiny_tokenizer()))
+    cfg = Config(dataset=file, eval_dataset=(write_rows(tmp_path / "b.jsonl", ["w3", "w4", "w50"]),), max_prompt_length=4)
+    train, sets = grpo.load_data(cfg, tiny_tokenizer())
+    train, [held_out] = {row.prompt for row in train}, [{row.prompt for row in rows} for rows in sets.values()]
     assert held_out == {"w3", "w4", "w50"} and train == {*WORDS[3:23], "w59"} - held_out
     out = capsys.readouterr().out
     assert "3 of 27 prompts dropped: longer than --max-prompt-length 4" in out and "2 of 21 training prompts" in out
-    assert len(grpo.load_data(replace(cfg, eval_size=1), tiny_tokenizer())[1]) == 1
+    [held_out] = grpo.load_data(replace(cfg, eval_size=1), tiny_tokenizer())[1].values()
+    assert len(held_out) == 1
 
 
 def test_load_data_sets_held_out_rows_aside(tmp_path):
-    prompts = lambda cfg: [[row.prompt for row in rows] for rows in grpo.load_data(cfg, tiny_tokenizer())]
+    def prompts(cfg):
+        train, sets = grpo.load_data(cfg, tiny_tokenizer())
+        return [[row.prompt for row in rows] for rows in (train, *sets.values())]
     cfg = Config(dataset=write_rows(tmp_path / "a.jsonl", WORDS[3:33]), eval_size=14)
     train, held_out = prompts(cfg)
     assert len(held_out) == 14 and sorted(train + held_out) == sorted(WORDS[3:33])
@@ -515,44 +554,107 @@ def reward_group(texts=("a", "bb", "ccc")):
     return [Sample(row, [5] * (i + 1), [0.0] * (i + 1), False, text) for i, text in enumerate(texts)]
 
 
-def test_a_reward_gets_lists_and_columns():
-    calls = []
+@pytest.fixture
+def rules(tmp_path):
+    """Rewards by name, from a file as a user would write it."""
+    file = tmp_path / "rules.py"
 
-    def everything(prompts, completions, completion_ids, **columns):
-        calls.append((prompts, completions, completion_ids, columns))
-        return [len(completion) for completion in completions]
+    def rules(text):
+        file.write_text("import math, os, sys, time\n" + text)
+        grpo.load_reward.cache_clear()
+        return [f"{file}:{name}" for name in re.findall(r"(?m)^def (\w+)", text)]
+    return rules
 
-    def little(level, completions):
-        calls.append((level, completions))
-        return (True, 0.5, 2)
+
+@pytest.fixture(scope="module")
+def pool():
+    """A pool of two workers; `rewards` names the rewards."""
+    pools = []
+
+    def pool(*rewards, **flags):
+        pools.append(grpo.RewardPool(Config(reward=rewards, **flags), 2))
+        return pools[-1]
+    yield pool
+    for each in pools:
+        each.executor.shutdown(wait=False, cancel_futures=True)
+
+
+def test_a_reward_gets_lists_and_columns(rules):
+    everything, little = rules("""
+def everything(prompts, completions, completion_ids, **columns):
+    assert (prompts, completions, completion_ids) == (["the prompt"] * 3, ["a", "bb", "ccc"], [[5], [5, 5], [5, 5, 5]])
+    assert columns == {"answer": [7] * 3, "level": ["hard"] * 3}
+    return [len(completion) for completion in completions]
+def little(level, completions):
+    assert level == ["hard"] * 3
+    return (True, 0.5, None)
+""")
     assert grpo.call_reward(everything, reward_group()) == [1.0, 2.0, 3.0]
-    assert grpo.call_reward(little, reward_group()) == [1.0, 0.5, 2.0]
-    assert calls == [(["the prompt"] * 3, ["a", "bb", "ccc"], [[5], [5, 5], [5, 5, 5]],
-                      {"answer": [7] * 3, "level": ["hard"] * 3}), (["hard"] * 3, ["a", "bb", "ccc"])]
-    assert grpo.call_reward(grpo.correct, reward_group(("7", "8", "It is 7."))) == [1.0, 0.0, 1.0]
+    assert grpo.call_reward(little, reward_group()) == [1.0, 0.5, None]
+    assert grpo.call_reward("correct", reward_group(("7", "8", "It is 7."))) == [1.0, 0.0, 1.0]
+    assert grpo.call_reward("format", reward_group(("7", "#### 8", "so \\boxed{7}"))) == [0.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("values", [[1.0, 2.0], [1.0] * 4, [], [1, 2, math.nan], [1, 2, math.inf], [1, None, 2],
-                                    ["1", "2", "3"]])
-def test_a_reward_that_returns_nonsense_is_named(values):
-    def my_rule(completions):
-        return values
+@pytest.mark.parametrize("values", ["[1.0, 2.0]", "[1.0] * 4", "[]", "[1, 2, math.nan]", "[1, 2, math.inf]",
+                                    "['1', '2', '3']"])
+def test_a_reward_that_returns_nonsense_is_named(values, rules, pool):
+    [name] = rules(f"def my_rule(completions):\n    return {values}\n")
     with pytest.raises(UserError, match="my_rule"):
-        grpo.score(my_rule, [reward_group()])
+        grpo.call_reward(name, reward_group())
+    if values == "[]":
+        with pytest.raises(UserError, match="my_rule"):
+            pool(name).score([reward_group()])
 
 
-def test_a_reward_that_raises_costs_only_the_completion_it_raises_on():
-    def touchy(completions):
-        return [100 / (len(completion) - 2) for completion in completions]
+BAD = {"hangs": "while True: pass", "sleeps": "time.sleep(99)", "raises": "1 / 0", "exits": "sys.exit()",
+       "dies": "os._exit(0)", "eats": "x = bytearray(5 * 2**30)"}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_reward_costs_only_the_completion_it_is_bad_on(bad, rules, pool):
+    [name] = rules(f"def touchy(completions):\n    for c in completions:\n        if len(c) == 2:\n            {BAD[bad]}\n"
+                   "    return [100 / (len(c) - 2) for c in completions]\n")
     groups = [reward_group(), reward_group(("dddd", "eeeeeee", "")), reward_group(("gg", "hhh", "ii"))]
-    failures = grpo.score(touchy, groups)
+    started, few = time.time(), pool(name, reward_timeout=2.0)
+    failures = few.score(groups)
     assert [[s.reward for s in group] for group in groups] == [[-100, 0, 100], [50, 20, -50], [0, 100, 0]]
-    assert len(failures) == 3 and all("ZeroDivisionError" in failure for failure in failures)
+    words = {"raises": "ZeroDivisionError", "exits": "SystemExit", "dies": "died",
+             "eats": "MemoryError"}.get(bad, "--reward-timeout 2 s")
+    assert len(failures) == 3 and all(words in failure for failure in failures), failures
     assert all(text in failure for text, failure in zip(("'bb'", "'gg'", "'ii'"), failures))
+    assert time.time() - started < 60 and few.score([reward_group(("7", "8", "9"))]) == []    # it goes on
+
+
+def test_rewards_are_weighted_and_each_is_kept(rules, pool):
+    length, some = rules("""
+def length(completions):
+    return [len(c) for c in completions]
+def some(completions):
+    return [None if len(c) > 1 else 1 for c in completions]
+""")
+    group = reward_group(("7", "8", "#### 7"))
+    assert pool("correct:2", f"{length}:0.5", f"{some}:-1").score([group]) == []
+    assert [s.reward for s in group] == [2 + 0.5 - 1, 0.5 - 1, 2 + 3.0]    # None is left out of the sum
+    assert group[2].rewards == {"correct": 1.0, length: 6.0, some: None}
+    group = reward_group(("7", "88", "99"))
+    pool(some).score([group])
+    assert [s.reward for s in group] == [1.0, None, None] and group[1].rewards["correct"] == 0
+    advantages = grpo.group_advantages(f64([[1, math.nan, 0, 0], [math.nan, math.nan, 1, 1], [math.nan] * 4]))
+    torch.testing.assert_close(advantages, torch.tensor([[1.4142, 0, -0.7071, -0.7071], [0] * 4, [0] * 4]), atol=1e-4,
+                               rtol=0)
+
+
+def test_soft_overlong_punishment(pool):
+    """DAPO, equation 13, with a limit of 10 tokens and a buffer of 4."""
+    group = [Sample(Row("", [1], {"answer": 1}), [0] * n, [], False, "1") for n in (1, 6, 7, 9, 10)]
+    pool("correct", soft_overlong_share=0.4, max_completion_length=10).score([group])
+    assert [s.reward for s in group] == approx([1, 1, 0.75, 0.25, 0])
+    assert [s.rewards["overlong"] for s in group] == approx([0, 0, -0.25, -0.75, -1])
 
 
 def test_load_reward(tmp_path):
-    assert grpo.load_reward("correct") is grpo.correct
+    assert grpo.reward_weights(Config(reward=("correct", "format:0.2", "a/b.py:f", "a.py:f:-1e-1"))) == {
+        "correct": 1, "format": 0.2, "a/b.py:f": 1, "a.py:f": -0.1}
     for name, text in (("rule", "from math import pi\nbad = 3\ndef short(completions):\n    return [pi]\n"),
                        ("broken", "import no_such_module\n"), ("syntax", "def f(:\n")):
         (tmp_path / f"{name}.py").write_text(text)
@@ -655,7 +757,7 @@ def test_an_update_against_one_completion_at_a_time(models, losses, micro_batche
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, lm.parameters())])
 
     before = weights_of(policy)
-    metrics = grpo.train_on(groups, policy, reference, torch.optim.SGD(policy.parameters(), lr=0.1), cfg, packed, CPU)
+    metrics = grpo.train_on(groups, policy, reference, torch.optim.SGD(policy.parameters(), lr=0.1), cfg, packed, CPU, cfg.beta)
     assert len(losses) >= micro_batches and (micro_batches > 1 or len(losses) == 1)
     torch.testing.assert_close(weights_of(policy).double(), before - 0.1 * gradient, rtol=0, atol=1e-6)
     assert relative(before - weights_of(policy), 0.1 * gradient) < 1e-4
@@ -664,13 +766,13 @@ def test_an_update_against_one_completion_at_a_time(models, losses, micro_batche
         "policy/loss": loss.item(), "policy/grad_norm": gradient.norm().item(), "policy/kl": mean(kls),
         "policy/entropy": mean(entropies), "policy/clip_low": 0, "policy/clip_high": 0, "policy/ratio_max": 1,
         "policy/engine_gap_mean": mean(gaps), "policy/engine_gap_max": max(gaps), "policy/updates": 1,
-        "policy/skipped_updates": 0}, 1e-5)
+        "policy/skipped_updates": 0, "policy/nonfinite_updates": 0, "policy/beta": 0.1}, 1e-5)
 
 
 def test_long_gradients_are_scaled_down(models):
     cfg, policy = load(models / "llama", max_grad_norm=1e-3)
     before = weights_of(policy)
-    metrics = grpo.train_on(step_groups(), policy, None, torch.optim.SGD(policy.parameters(), lr=10.0), cfg, True, CPU)
+    metrics = grpo.train_on(step_groups(), policy, None, torch.optim.SGD(policy.parameters(), lr=10.0), cfg, True, CPU, cfg.beta)
     assert metrics["policy/grad_norm"] > 0.01 and (weights_of(policy) - before).norm().item() == approx(0.01, 1e-3)
 
 
@@ -680,7 +782,7 @@ def test_equal_rewards_move_nothing_not_even_by_momentum(models):
     optimizer, weights = torch.optim.AdamW(policy.parameters(), lr=1e-3), [weights_of(policy)]
     for rewards in ([1.0] * 4, [1.0, 0, 0, 0], [0.7] * 4):
         groups = make_groups([(5, [3, 1, 7, 2])], [rewards])
-        metrics = grpo.train_on(groups, policy, reference, optimizer, cfg, True, CPU)
+        metrics = grpo.train_on(groups, policy, reference, optimizer, cfg, True, CPU, cfg.beta)
         weights.append(weights_of(policy))
         signal = rewards[1] == 0
         assert (metrics["policy/updates"], metrics["policy/skipped_updates"]) == (signal, not signal)
@@ -692,7 +794,7 @@ def test_the_ratio_is_1_until_the_weights_move(models, losses, kind, flags):
     """For gpt2 as well, whose config has dropout."""
     cfg, policy = load(models / kind, num_iterations=2, epsilon=1e-9, **flags)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    metrics = grpo.train_on(step_groups(), policy, None, optimizer, cfg, True, CPU)
+    metrics = grpo.train_on(step_groups(), policy, None, optimizer, cfg, True, CPU, cfg.beta)
     first, second = (ratio for ratio, _ in losses)
     assert first.eq(1).all() and (second - 1).abs().mean() > 1e-3
     advantages = torch.tensor([s.advantage for i in (0, 1, 3) for s in step_groups()[i] for _ in s.ids])
@@ -705,7 +807,7 @@ def test_the_ratio_is_1_until_the_weights_move(models, losses, kind, flags):
 def test_each_minibatch_is_normalised_by_its_own_groups(models, losses, loss_type):
     cfg, policy = load(models / "llama", num_minibatches=2, num_iterations=2, loss_type=loss_type)
     groups, optimizer = step_groups(), torch.optim.SGD(policy.parameters(), lr=0.1)
-    metrics = grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU)
+    metrics = grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU, cfg.beta)
     # groups[2] has no signal, but counts; each half has 8 completions of 29 tokens
     halves = [[1 / 8 / len(s.ids) if loss_type == "grpo" else 1 / 29 for s in half for _ in s.ids]
               for half in (groups[0] + groups[1], groups[3])]
@@ -713,7 +815,7 @@ def test_each_minibatch_is_normalised_by_its_own_groups(models, losses, loss_typ
     # pi_old is the policy that sampled, for the second half as well
     assert losses[0][0].eq(1).all() and all((ratio - 1).abs().mean() > 1e-3 for ratio, _ in losses[1:])
     cfg = replace(cfg, num_minibatches=4, num_iterations=1)
-    metrics = grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU)
+    metrics = grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU, cfg.beta)
     assert (metrics["policy/updates"], metrics["policy/skipped_updates"]) == (3, 1)
 
 
@@ -723,22 +825,215 @@ def test_a_gradient_that_is_not_finite_is_no_update(models, spoil):
     cfg, policy = load(models / "llama", tokens_per_micro_batch=50)
     before, optimizer, groups = weights_of(policy), torch.optim.AdamW(policy.parameters(), lr=1e-3), step_groups()
     spoil(groups[1][1])
-    metrics = grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU)
+    metrics = grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU, cfg.beta)
     assert (metrics["policy/updates"], metrics["policy/skipped_updates"]) == (0, 1)
     assert torch.equal(weights_of(policy), before) and not optimizer.state
-    metrics = grpo.train_on(step_groups(), policy, None, optimizer, cfg, True, CPU)    # nothing is left over
+    metrics = grpo.train_on(step_groups(), policy, None, optimizer, cfg, True, CPU, cfg.beta)    # nothing is left over
     assert metrics["policy/updates"] == 1 and weights_of(policy).isfinite().all()
 
 
-def test_a_reward_that_always_raises_ends_the_run(models, capsys):
+def test_a_reward_that_always_raises_ends_the_run(models, capsys, rules, pool):
     class Engine:
         sample = staticmethod(lambda rows, *args: [reward_group() for _ in rows])
-    rows, picky = [Row("", [1], {})] * 2, lambda completions: [{"a": 1.0, "ccc": 0.5}[text] for text in completions]
-    groups, failures = grpo.rollout(Engine, rows, 3, 1.0, 0, picky, "")
+    picky, always = rules("""
+def picky(completions):
+    return [{"a": 1.0, "ccc": 0.5}[text] for text in completions]
+def always(completions):
+    return [typo]
+""")
+    rows = [Row("", [1], {})] * 2
+    groups, failures = grpo.rollout(Engine, rows, 3, 1.0, 0, pool(picky), "")
     assert failures == 2 and [s.reward for group in groups for s in group] == [1, 0, 0.5] * 2
     assert "2 of 6 completions" in capsys.readouterr().out
     with pytest.raises(UserError, match="every completion.*NameError"):
-        grpo.rollout(Engine, rows, 3, 1.0, 0, lambda completions: [typo], "")    # noqa: F821
+        grpo.rollout(Engine, rows, 3, 1.0, 0, pool(always), "")
+
+
+def scored_groups(table):
+    """A group for each list of verdicts."""
+    groups = make_groups([(2, [1] * len(verdicts)) for verdicts in table], [list(map(float, v)) for v in table])
+    for s in sum(groups, []):
+        s.rewards = {"correct": s.reward}
+    return groups
+
+
+def test_pass_at_k(monkeypatch, tmp_path):
+    """1, 4 and 0 right of 4: 1 - C(wrong, k) / C(4, k), in the mean."""
+    class Quiet:
+        cfg = Config(eval_num_generations=4)
+        write_samples = staticmethod(lambda *args: None)
+    tables = {1: [[1], [1], [0]], 4: [[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]}
+    monkeypatch.setattr(grpo, "rollout", lambda engine, rows, n, *args: (scored_groups(tables[n]), 0))
+    expected = {"reward": 2 / 3, "accuracy": 2 / 3, "pass@1": 1.25 / 3, "pass@2": 1.5 / 3, "pass@4": 2 / 3}
+    assert grpo.evaluate(None, {"a.jsonl": [1]}, None, Quiet, 0) == approx({f"eval/{k}": v for k, v in expected.items()})
+    both = grpo.evaluate(None, {"x/a.jsonl": [1], "b": [1]}, None, Quiet, 0)
+    assert both == approx({f"eval/{name}/{k}": v for name in "ab" for k, v in expected.items()})
+
+
+@pytest.mark.parametrize("rounds, drawn, kept, counts", [
+    (1, ["e11"], "e11", (1, 0)), (3, ["e1e", "2e3"], "123", (2, 3)), (3, ["1ee", "eee", "e2e"], "12", (3, 7)),
+    (2, ["eee", "eee"], "eee", (2, 3)), (4, ["12e", "345"], "123", (2, 3))])
+def test_dynamic_sampling(monkeypatch, rounds, drawn, kept, counts):
+    """e: a group of equal rewards. The next rows are drawn until there are groups enough, at most so many times."""
+    trainer, calls = grpo.Trainer.__new__(grpo.Trainer), []
+    trainer.cfg = Config(prompts_per_step=3, num_generations=2, dynamic_sampling_rounds=rounds)
+    trainer.engine = trainer.pool = None
+    trainer.loader = Loader([Row("", [i], {}) for i in range(100)], 0)
+
+    def rollout(engine, rows, n, temperature, seed, *args):
+        calls.append((seed, [row.prompt_ids[0] for row in rows]))
+        return [make_groups([(1, [1, 1])], [[0.0, 0.0 if c == "e" else float(c)]])[0] for c in drawn[len(calls) - 1]], 1
+    monkeypatch.setattr(grpo, "rollout", rollout)
+    groups, counted = trainer.sample(7)
+    assert [round(group[1].reward) for group in groups] == [0 if c == "e" else int(c) for c in kept]
+    assert counted == {"reward/failures": counts[0], "rollout/rounds": counts[0], "rollout/dropped_groups": counts[1]}
+    assert len({seed for seed, _ in calls}) == counts[0] == len(drawn) and trainer.loader.drawn == 3 * counts[0]
+    assert sum((rows for _, rows in calls), []) == [r.prompt_ids[0] for r in Loader(trainer.loader.rows, 0).next(3 * counts[0])]
+
+
+def test_what_is_left_of_a_step_is_normalised_by_itself(models, losses):
+    """Three groups for two updates: two, then one; and none at all."""
+    cfg, policy = load(models / "llama", num_minibatches=2)
+    groups, optimizer = step_groups()[:2] + step_groups()[3:], torch.optim.SGD(policy.parameters(), lr=0.1)
+    assert grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU, 0.0)["policy/updates"] == 2
+    assert sum(losses[0][1]) == approx(1) == sum(losses[1][1])
+    assert grpo.train_on([], policy, None, optimizer, cfg, True, CPU, 0.0)["policy/updates"] == 0
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"step": 3, "reward/mean": 0.0, "reward/std": 0.0}, "no reward so far.*'It is 7.', read as '7.'"),
+    ({"reward/zero_std_groups": 1.0}, "differ within no group"), ({"policy/kl": 2.0}, "KL"),
+    ({"completion/truncated": 1.0}, "--max-completion-length"), ({"policy/engine_gap_mean": 0.5}, "drift apart"), ({}, None)])
+def test_alarms(change, words):
+    calm = {"step": 2, "reward/mean": 0.0, "reward/std": 0.0, "reward/zero_std_groups": 0.5, "completion/truncated": 0.5,
+            "policy/engine_gap_mean": 0.01, "policy/kl": 0.1}
+    found = grpo.alarms(calm | change, reward_group(["It is 7."])[0])
+    assert re.search(words, *found) if words else not found
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+def trained(models, tmp_path, steps=1, **flags):
+    """A run of a tiny policy after some updates: the run, its tensors, and all to go on with."""
+    cfg, policy = load(models / "llama", output_dir=str(tmp_path / "run"), **flags)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
+    tensors = grpo.training_tensors(policy, None, optimizer)
+    go_on = lambda: grpo.train_on(step_groups(), policy, None, optimizer, cfg, True, CPU, 0.0)
+    for _ in range(steps):
+        go_on()
+    return grpo.Run(cfg), tensors, policy, go_on
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(models, tmp_path):
+    run, tensors, policy, go_on = trained(models, tmp_path)
+    grpo.save_checkpoint(run, tensors, {"step": 1, "data": "d", "beta": 0.5})
+    go_on()
+    expected = weights_of(policy)
+    run, tensors, policy, go_on = trained(models, tmp_path, steps=0)
+    assert grpo.load_checkpoint(run, tensors, "d") == {"step": 1, "data": "d", "beta": 0.5}
+    go_on()
+    assert torch.equal(weights_of(policy), expected)
+    with pytest.raises(UserError, match="--dataset"):
+        grpo.load_checkpoint(run, tensors, "other data")
+
+
+def test_adamw_starts_from_the_state_it_would_make(models):
+    """training_tensors makes the optimizer's state ahead of its first step."""
+    ends = []
+    for ahead in (True, False):
+        cfg, policy = load(models / "llama")
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
+        _ = ahead and grpo.training_tensors(policy, None, optimizer)
+        grpo.train_on(step_groups(), policy, None, optimizer, cfg, True, CPU, 0.0)
+        ends.append(weights_of(policy))
+    assert torch.equal(*ends)
+
+
+DAMAGE = {"flipped": lambda f: f.write_bytes(bytes([f.read_bytes()[0]]) + bytes([f.read_bytes()[1] ^ 1]) + f.read_bytes()[2:]),
+          "emptied": lambda f: f.write_bytes(b""), "truncated": lambda f: f.write_bytes(f.read_bytes()[:-1]),
+          "gone": lambda f: f.unlink()}
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "complete.json"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over(models, tmp_path, capsys, damage, file):
+    run, tensors, policy, go_on = trained(models, tmp_path)
+    for step in (9, 10):
+        grpo.save_checkpoint(run, tensors, {"step": step, "data": ""})
+    (run.folder / "checkpoint-11.unfinished").mkdir()
+    before = weights_of(policy)
+    DAMAGE[damage](run.folder / "checkpoint-10" / file)
+    go_on()
+    assert grpo.load_checkpoint(run, tensors, "")["step"] == 9 and torch.equal(weights_of(policy), before)
+    assert f"{run.folder}/checkpoint-10 is damaged" in capsys.readouterr().out
+
+
+def test_checkpoints_are_few_and_whole(models, tmp_path, capsys):
+    run, tensors, _, _ = trained(models, tmp_path, save_total_limit=2)
+    for step in (1, 2, 3, 10):
+        assert grpo.save_checkpoint(run, tensors, {"step": step, "data": ""}) == step
+    assert [folder.name for folder in run.checkpoints()] == ["checkpoint-10", "checkpoint-3"]
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))    # as a full disk: larger files fail
+    try:
+        grpo.save_checkpoint(run, tensors, {"step": 11, "data": ""})
+        run.write("metrics.jsonl", [{"step": 1, "x": "y" * 2**17}])
+        run.write("metrics.jsonl", [{"step": 2, "x": "y" * 2**17}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    out = capsys.readouterr().out
+    assert "checkpoint-11 can't be written" in out and out.count("metrics.jsonl can't be written") == 1
+    assert sorted(f.name for f in run.folder.glob("checkpoint*")) == ["checkpoint-10", "checkpoint-3"]
+    assert grpo.load_checkpoint(run, tensors, "")["step"] == 10
+
+
+def test_a_checkpoint_of_another_model_is_refused(models, tmp_path):
+    run, tensors, _, _ = trained(models, tmp_path)
+    grpo.save_checkpoint(run, tensors, {"step": 1, "data": ""})
+    for other in ({name: torch.cat([t, t]) if t.dim() else t for name, t in tensors.items()}, tensors | {"more": torch.ones(1)}):
+        with pytest.raises(UserError, match="doesn't fit the model"):
+            grpo.load_checkpoint(run, other, "")
+
+
+def test_a_folder_of_another_run_is_refused(models, tmp_path):
+    cfg = Config(output_dir=str(tmp_path / "run"), reward=("correct", "format:0.5"))
+    assert grpo.Run(cfg).folder == grpo.Run(cfg).folder
+    for flags, words in (({"learning_rate": 1.0}, "--learning-rate 3e-05, not 1.0"), ({"reward": ("format",)}, "--reward")):
+        with pytest.raises(UserError, match=f"holds a run with {words}"):
+            grpo.Run(replace(cfg, **flags))
+    (tmp_path / "run" / "config.json").write_text("{")
+    with pytest.raises(UserError, match="can't be used"):
+        grpo.Run(cfg)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="can't be used"):
+        grpo.Run(replace(cfg, output_dir=str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize("evaluated, eval_kept", [(True, [0, 2]), (False, [0])])
+def test_rewind(models, tmp_path, evaluated, eval_kept):
+    run = grpo.Run(Config(output_dir=str(tmp_path / "run")))
+    for step in range(5):
+        run.write("metrics.jsonl", [{"step": step}])
+        run.write("samples.jsonl", [{"step": step, "split": "train"}] + [{"step": step, "split": "eval"}] * (step % 2 == 0))
+    with open(run.folder / "metrics.jsonl", "a") as f:
+        f.write('{"step": 1, "x')    # a run killed while it wrote
+    run.rewind(2, evaluated)
+    samples = lines(run.folder / "samples.jsonl")
+    assert [m["step"] for m in lines(run.folder / "metrics.jsonl")] == [0, 1, 2][:2 + evaluated]
+    assert [s["step"] for s in samples if s["split"] == "train"] == [0, 1, 2]
+    assert [s["step"] for s in samples if s["split"] == "eval"] == eval_kept
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_moves_nothing(models, value):
+    cfg, policy = load(models / "llama")
+    optimizer, before = torch.optim.AdamW(policy.parameters(), lr=1e-2), weights_of(policy)
+    groups = step_groups()
+    groups[1][0].advantage = value
+    metrics = grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU, 0.0)
+    assert (metrics["policy/updates"], metrics["policy/nonfinite_updates"], metrics["policy/skipped_updates"]) == (0, 1, 1)
+    assert torch.equal(weights_of(policy), before)
+    assert grpo.train_on(step_groups(), policy, None, optimizer, cfg, True, CPU, 0.0)["policy/updates"] == 1
 
 
 # --- reward cases -----------------------------------------------------------------------------------------------------
@@ -1145,6 +1440,11 @@ CASES = {    # changes to UPDATE; `model`, `packed`, `groups` (which part of the
     "fewer completions than ranks": {"groups": [(1, 2)]}, "no signal": {"groups": [(2, 4)]},
     "several updates": {"num_iterations": 2, "num_minibatches": 2, "max_grad_norm": 0.5, "epsilon": 0.1, "delta": 1.4,
                         "epsilon_high": 0.3, "skip_zero_std_groups": False, "loss_type": "dapo"},
+    "gspo": {"importance_sampling_level": "sequence", "num_iterations": 2, "epsilon": 0.01, "epsilon_high": 0.02},
+    "cispo": {"loss_type": "cispo", "num_iterations": 2, "epsilon_high": 0.02, "entropy_coef": 0.03},
+    "kl": {"kl_estimator": "k2", "use_bias_correction_kl": True, "num_iterations": 2, "entropy_coef": 0.05,
+           "vllm_importance_sampling_mode": "token_mask"},
+    "sequence mask": {"vllm_importance_sampling_mode": "sequence_mask", "loss_type": "dr_grpo"},
     "second minibatch without signal": {"groups": [(0, 4), (2, 4)], "num_minibatches": 2},
 }
 UPDATE = {"bf16": False, "temperature": 0.7, "beta": 0.1, "mask_truncated_completions": True, "max_grad_norm": 1e9,
@@ -1218,7 +1518,8 @@ def expected(place, rollout):
             if not any(signal):
                 continue
             of_update = sum(part, [])
-            divisor = {"grpo": len(of_update), "dapo": sum(len(c["ids"]) for c in of_update if not c["truncated"]),
+            tokens = sum(len(c["ids"]) for c in of_update if not c["truncated"])
+            divisor = {"grpo": len(of_update), "dapo": tokens, "cispo": tokens,
                        "dr_grpo": len(of_update) * cfg.max_completion_length}[cfg.loss_type]
             loss = 0.0
             for c in (c for group, s in zip(part, signal) if s or not cfg.skip_zero_std_groups for c in group):
@@ -1226,10 +1527,20 @@ def expected(place, rollout):
                     continue
                 logprobs, entropy = score(model, c)
                 ratio, a = (logprobs - c["old"]).exp(), c["advantage"]
+                if cfg.importance_sampling_level == "sequence":
+                    ratio = (logprobs - c["old"]).mean().exp().expand(len(c["ids"]))
                 top = ratio if cfg.delta is None else ratio.clamp(max=cfg.delta)
                 clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.clip_high)
                 kl = (c["ref"] - logprobs).exp() - (c["ref"] - logprobs) - 1
-                objective = (c["old"] - c["mu"]).exp().clamp(max=2) * torch.min(top * a, clipped * a) - cfg.beta * kl
+                penalty = (c["ref"] - logprobs) ** 2 / 2 if cfg.kl_estimator == "k2" else kl
+                penalty = penalty * ratio if cfg.use_bias_correction_kl else penalty
+                gap = c["old"] - c["mu"]
+                w = {"token_truncate": gap.exp().clamp(max=2), "token_mask": gap.exp() * (gap.exp() <= 2),
+                     "sequence_mask": gap.sum().exp() * (gap.sum().exp() <= 2)}[cfg.vllm_importance_sampling_mode]
+                surrogate = torch.min(top * a, clipped * a)
+                if cfg.loss_type == "cispo":
+                    surrogate = ratio.detach().clamp(max=1 + cfg.clip_high) * a * logprobs
+                objective = w * surrogate - cfg.beta * penalty + cfg.entropy_coef * entropy
                 loss -= objective.sum() / divisor / (len(c["ids"]) if cfg.loss_type == "grpo" else 1)
                 low, high = (ratio < 1 - cfg.epsilon) & (a < 0), (ratio > 1 + cfg.clip_high) & (a > 0)
                 seen.append(torch.stack([kl, entropy, low, high, (c["old"] - c["mu"]).abs(), ratio]).detach())
@@ -1253,7 +1564,9 @@ def update_everywhere(place: str) -> None:
     """On each rank: all cases through `train_on`; rank 0 saves gradients, weights and everybody's metrics."""
     import torch.distributed as dist
     from transformers import AutoConfig
+    import transformers
     torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
     dist.init_process_group("gloo")
     place, cpu, results = Path(place), torch.device("cpu"), {}
 
@@ -1281,7 +1594,7 @@ def update_everywhere(place: str) -> None:
             grads, optimizer = [], optimizer_of(mine, policy)
             optimizer.register_step_pre_hook(lambda *_: grads.append(flat(p.grad for p in policy.parameters())))
             cfg = case_config(place, case, tokens_per_micro_batch=budget)[1]
-            logged = grpo.train_on(groups, policy, reference, optimizer, cfg, mine["packed"], cpu)
+            logged = grpo.train_on(groups, policy, reference, optimizer, cfg, mine["packed"], cpu, cfg.beta)
             dist.all_gather_object(metrics := [None] * dist.get_world_size(), logged)
             results[case, pieces] = {"grads": grads, "weights": flat(policy.parameters()), "metrics": metrics,
                                      "micro_batches": len(cut)}
@@ -1290,6 +1603,7 @@ def update_everywhere(place: str) -> None:
                     p.copy_(before)
     if dist.get_rank() == 0:
         torch.save(results, place / f"updates{dist.get_world_size()}.pt")
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -1504,13 +1818,12 @@ def bench_policy(folder, **flags):
     cfg = Config(model_name_or_path=str(folder), max_completion_length=4096, device="cpu", **flags)
     policy = grpo.load_policy(cfg, AutoConfig.from_pretrained(folder), True, CPU, trainable=True)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
-    return policy, lambda groups: grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU)
+    return policy, lambda groups: grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU, 0.0)
 
 
 @pytest.mark.bench
 def test_bench_training_step(tmp_path, models):
-    """Forward, backward and optimizer, packed, against one padded row a completion with full logits; how the packed
-    step's cost grows."""
+    """Forward, backward and optimizer, packed, against one padded row a completion with full logits."""
     torch.set_num_threads(os.cpu_count())
     lm = AutoModelForCausalLM.from_config(smollm(), dtype=torch.float32, attn_implementation="sdpa")
     lm.save_pretrained(tmp_path)
@@ -1528,6 +1841,14 @@ def test_bench_training_step(tmp_path, models):
         useful = 6 * body * (scored - 64 + 8 * prompt) + 6 * 576 * 49152 * scored
         print(f"8 groups of 8, prompt {prompt}, {scored} completion tokens: packed {packed:.1f} s, padded {padded:.1f} "
               f"s, {padded / packed:.2f} times as fast; {useful / packed / peak:.2f} of the product rate")
+
+
+@pytest.mark.bench
+def test_bench_growth(tmp_path, models):
+    """How the cost of a training step grows with completions, their length and the prompts'."""
+    torch.set_num_threads(os.cpu_count())
+    AutoModelForCausalLM.from_config(smollm(), dtype=torch.float32).save_pretrained(tmp_path)
+    _, step = bench_policy(tmp_path)
     for name, cases in (("groups of 8", [(n, 50, 32) for n in (2, 4, 8, 16)]),
                         ("completion length", [(4, 50, n) for n in (16, 32, 64, 128)]),
                         ("prompt length", [(4, n, 32) for n in (50, 100, 200, 400, 800)])):
