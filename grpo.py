@@ -16,11 +16,12 @@ Where it differs from the paper:
  3. A prompt and its completions share one row: the prompt is computed once, not once a completion.
  4. Rewards are rules: functions of the text. There is no reward model, no process supervision.
 """
-import ctypes, functools, hashlib, inspect, itertools, json, logging, math, multiprocessing, numbers, os, random, re
-import resource, runpy, shutil, signal, sys, time, traceback, unicodedata, warnings
+import ctypes, functools, hashlib, importlib.util, inspect, itertools, json, logging, math, multiprocessing, numbers
+import os, random, re, resource, runpy, shutil, signal, sys, time, traceback, unicodedata, warnings
 from concurrent.futures import BrokenExecutor, CancelledError, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Callable, Iterator, Literal
 
@@ -216,6 +217,9 @@ def read_rows(name: str, cfg: Config, split: str) -> list[dict]:
             raise UserError(f"{name} {'line' if jsonl else 'row'} {n}: "
                             f"{e if isinstance(e, UserError) else f'not JSON ({e})'}") from None
     need(rows, f"{name}: no rows")
+    for column, role, given in (("problem", "question", cfg.prompt_column), ("solution", "answer", cfg.answer_column)):
+        if not given and column in rows[0] and rows[0].get(role) is rows[0][column]:
+            say(f"{name}: taking `{column}` for the {role}")
     return random.Random(cfg.data_seed).sample(rows, len(rows))
 
 def standard_row(row: Any, cfg: Config) -> dict:
@@ -276,6 +280,10 @@ def load_data(cfg: Config, tokenizer) -> tuple[list[Row], dict[str, list[Row]]]:
     given, train = len(train), [row for row in train if tuple(row.prompt_ids) not in known]
     if dropped := given - len(train):
         say(f"{dropped} of {given} training prompts dropped: they are held out as well")
+    texts = [isinstance(_readings(final_answer(row.columns.get("answer", 0)))[0], str) for row in train[:256]]
+    if "correct" in reward_weights(cfg) and any(texts) and not importlib.util.find_spec("math_verify"):
+        say(f"note: {sum(texts)} of the first {len(texts)} answers are no plain numbers; completions must match them "
+            "as text (pip install math-verify: as mathematics)")
     need(len(train) >= cfg.prompts_per_step or cfg.eval_only,
          f"dataset {cfg.dataset} leaves {len(train)} prompts to train on and {len(known)} held out "
          f"(--eval-size), fewer than the --prompts-per-step {cfg.prompts_per_step} of one step")
@@ -386,14 +394,18 @@ def extract_answer(completion: str) -> str | None:
                 return found if sure and isinstance(_readings(found)[0], Fraction) else None
     return None
 
+def final_answer(gold) -> str:
+    """Of a gold answer that may be a worked solution."""
+    return (_marked(str(gold)) or [str(gold)])[-1]
+
 def answer_is_correct(completion: str, answer) -> bool:
     """Whether `completion` states the gold `answer`: a number, a text, or a worked solution that marks its answer."""
     found = extract_answer(completion)  # an integer of very many digits has no `str`
     if found is None or answer is None or isinstance(answer, int) and abs(answer) >= 10**_MAX_CHARS:
         return False
-    truth = _readings((_marked(str(answer)) or [str(answer)])[-1])
+    truth = _readings(final_answer(answer))
     return truth[0] != "" and (any(ours == theirs for ours, theirs in zip(_readings(found), truth))
-                                or symbolically_equal(found, str(answer)))
+                                or isinstance(truth[0], str) and symbolically_equal(found, final_answer(answer)))
 
 def symbolically_equal(found: str, gold: str) -> bool:
     """Whether two expressions are equal by math-verify, if it is installed. It gets none that could explode."""
@@ -460,8 +472,9 @@ def worker_call(name: str, group: list[Sample]) -> list[float | None] | str:
         return f"{type(e).__name__}: {e}"
 
 def worker_start() -> None:
-    """In a worker: it ends with the trainer, whatever it is doing (PR_SET_PDEATHSIG), and has 4 GiB."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    """In a worker: it has 4 GiB, and is killed, whatever it does, when the trainer ends and with it the fork server."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)    # PR_SET_PDEATHSIG
+    os.close(forkserver._forkserver._forkserver_alive_fd)    # what would keep the server alive
     resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))
 
 class RewardPool:
@@ -478,7 +491,7 @@ class RewardPool:
         context = multiprocessing.get_context("forkserver")    # forks from a process without threads or CUDA, any time
         context.set_forkserver_preload(["torch"])
         self.executor = ProcessPoolExecutor(self.workers, context, worker_start)
-        self.executor.submit(worker_start)    # start now
+        self.executor.submit(os.getpid)    # starts it now
 
     def ask(self, calls: list[tuple[str, list[Sample]]]) -> list[list | str]:
         """Each call's rewards, or in their place what went wrong."""
@@ -1256,7 +1269,7 @@ class Trainer:
         self.run, self.loader = Run(cfg), Loader(rows, cfg.seed)
         if (self.run.folder / "model").exists():
             say(f"{self.run.folder} holds this run, complete")
-            sys.exit()
+            sys.exit(self.pool.executor.shutdown())
         if not (packed := can_pack(cfg, model_config, device)):
             say("note: the attention of this model can't take packed rows: one row a completion, slower")
         self.packed, self.policy = packed, load_policy(cfg, model_config, packed, device, trainable=True)
@@ -1300,6 +1313,7 @@ class Trainer:
             say(f"stopped after step {state['step']}: with --output-dir {self.run.folder}, the same command goes on")
             dist.barrier()
             raise
+        self.pool.executor.shutdown()
         if not cfg.eval_only:
             save_model(self.policy, self.tokenizer, model := self.run.folder / "model", self.engine.dtype)
             for name, before in (state["evals"] or [{}])[0].items():
@@ -1343,8 +1357,9 @@ class Trainer:
         trained = time.perf_counter()
         self.engine.load(self.policy)
         if cfg.ref_model_sync_steps and step % cfg.ref_model_sync_steps == 0:
-            for old, new in zip(self.reference.parameters(), self.policy.parameters()):
-                old.detach().to_local().copy_(new.detach().to_local())
+            for name in (name for name in self.tensors if name.startswith("reference ")):
+                self.tensors[name].to_local().copy_(self.tensors[name.partition(" ")[2]].to_local())
+            self.reference.reshard()    # else its next forward pass would use what the last one has gathered
         loaded = time.perf_counter()
         metrics |= {"time/sampling": sampled - began, "time/training": trained - sampled,
                     "time/reload": loaded - trained, "time/step": loaded - began,

@@ -475,6 +475,12 @@ CHAT = {"prompt": [{"role": "system", "content": "w3"}, {"role": "user", "conten
     (CHAT, True, "system w3 user w4 bot")])
 def test_tokenize(row, chat, words):
     [got] = grpo.tokenize([row | {"answer": 5, "level": 2}], tiny_tokenizer(chat), Config(max_prompt_length=5))
+    more = Config(prompt_template="w8 {prompt} w9", **({"system_prompt": "w7"} if "user" in words else {}))
+    [longer] = grpo.tokenize([row | {"answer": 5, "level": 2}], tiny_tokenizer(chat), more)
+    text = row.get("prompt", row.get("question"))
+    around = words if isinstance(text, list) else words.replace(text, f"w8 {text} w9")
+    around = f"system w7 {around}" if "user" in words else around
+    assert longer.prompt_ids == [WORDS.index(word) for word in around.split()] and longer.prompt == got.prompt
     assert got.prompt_ids == [WORDS.index(word) for word in words.split()]
     assert got.prompt == row.get("prompt", row.get("question"))
     assert got.columns == {k: v for k, v in row.items() if k != "prompt"} | {"answer": 5, "level": 2}
@@ -483,6 +489,30 @@ def test_tokenize(row, chat, words):
 def test_chat_messages_need_a_chat_template():
     with pytest.raises(UserError, match="no chat template"):
         grpo.tokenize([CHAT], tiny_tokenizer(chat=False), Config())
+
+
+def test_a_system_prompt_needs_a_chat():
+    for row, chat in (({"prompt": "w1"}, True), ({"question": "w1"}, False)):
+        with pytest.raises(UserError, match="--system-prompt"):
+            grpo.tokenize([row], tiny_tokenizer(chat), Config(system_prompt="w3"))
+
+
+@pytest.mark.parametrize("row, flags, expected", [
+    ({"problem": "a", "solution": "so \\boxed{3}"}, {}, {"question": "a", "answer": "so \\boxed{3}"}),
+    ({"problem": "a", "question": "b", "solution": "3", "answer": 4}, {}, {"question": "b", "answer": 4}),
+    ({"q": "a", "gold": 1}, {"prompt_column": "q", "answer_column": "gold"}, {"question": "a", "answer": 1}),
+    ({"prompt": "a", "q": "b", "answer": 2}, {"prompt_column": "prompt"}, {"prompt": "a", "answer": 2})])
+def test_columns(row, flags, expected):
+    got = grpo.standard_row(row, Config(**flags))
+    assert got == row | expected
+
+
+@pytest.mark.parametrize("row, flags, words", [
+    ({"question": "a", "answer": 1}, {"prompt_column": "q"}, "column `q`"),
+    ({"question": "a", "gild": 1}, {"answer_column": "gold"}, "column `gold`")])
+def test_a_missing_column_is_named(row, flags, words):
+    with pytest.raises(UserError, match=words):
+        grpo.standard_row(row, Config(**flags))
 
 
 def write_rows(path, prompts):
@@ -522,8 +552,17 @@ def test_load_data_sets_held_out_rows_aside(tmp_path):
     *((name, {name: value}) for value in (0, -1) for name in (
         "prompts_per_step", "max_prompt_length", "max_completion_length", "num_iterations", "num_minibatches",
         "max_steps", "eval_steps", "tokens_per_micro_batch", "learning_rate", "max_grad_norm", "temperature", "epsilon",
-        "epsilon_high", "vllm_importance_sampling_clip_max")),
-    *((name, {name: -1}) for name in ("beta", "weight_decay", "warmup_steps", "eval_size", "adam_beta2")),
+        "epsilon_high", "vllm_importance_sampling_clip_max", "dynamic_sampling_rounds", "reward_timeout", "kl_target",
+        "ref_model_sync_steps", "max_skipped_steps", "save_steps", "save_total_limit")),
+    *((name, {name: -1}) for name in ("beta", "weight_decay", "warmup_steps", "eval_size", "adam_beta2", "entropy_coef",
+                                      "eval_num_generations", "soft_overlong_share")),
+    *((name, {name: value}) for name, value in (("use_bias_correction_kl", True), ("kl_target", 0.1),
+                                                ("ref_model_sync_steps", 4))),    # without a beta
+    *(("importance_sampling_level", {"importance_sampling_level": "sequence"} | more) for more in (
+        {"loss_type": "dapo"}, {"loss_type": "dr_grpo"}, {"loss_type": "cispo"},
+        {"use_bias_correction_kl": True, "beta": 0.1})),
+    ("delta", {"delta": 3.0, "loss_type": "cispo"}), ("soft_overlong_share", {"soft_overlong_share": 1.5}),
+    ("prompt_template", {"prompt_template": "no place"}), ("eval_only", {"eval_only": True, "eval_size": 0}),
     *((name, {name: math.nan}) for name in ("learning_rate", "temperature", "beta", "delta")),
     *((name, {name: 1.0}) for name in ("epsilon", "adam_beta2", "vllm_gpu_memory_utilization")),
     ("vllm_gpu_memory_utilization", {"vllm_gpu_memory_utilization": 0.0}), ("num_generations", {"num_generations": 1}),
@@ -1288,7 +1327,12 @@ def place(tmp_path_factory) -> Path:
     (place / "rewards.py").write_text(REWARDS)
     # The same question on both ranks: were their draws the same, so would their completions be.
     (place / "train.jsonl").write_text('{"question": "Say it.", "answer": 1}\n' * 8)
-    (place / "held_out.jsonl").write_text("".join(f'{{"prompt": "Say {i}", "answer": {i}}}\n' for i in range(5)))
+    (place / "held_out.jsonl").write_text("".join(
+        f'{{"prompt": "Say {i}", "answer": {i}, "text": "Say {i}", "label": {i}}}\n' for i in range(5)))
+    (place / "datasets.py").write_text("""def load_dataset(path, name, split):
+    assert (path, name) == ("made/up", "main") and split in ("some", "other")
+    return [{"text": f"{split} {i}", "label": i, "answer": "not it"} for i in range(20)]
+""")    # a stand-in for the package
     return place
 
 
@@ -1298,14 +1342,22 @@ RUN_A = """--model-name-or-path {0}/tied --dataset {0}/train.jsonl --eval-datase
     --reward {0}/rewards.py:low --no-bf16 --device cpu --prompts-per-step 8 --num-generations 4 --max-prompt-length 64
     --max-completion-length 12 --max-steps 5 --eval-steps 2 --learning-rate 1e-2 --lr-scheduler-type constant
     --warmup-steps 0 --beta 0.01 --num-iterations 2 --num-minibatches 2 --tokens-per-micro-batch 100
-    --ref-cpu-offload"""
+    --ref-cpu-offload --use-bias-correction-kl --save-steps 2 --save-total-limit 1"""
 RUN_B = """--model-name-or-path {0}/untied --reward {0}/rewards.py:low --seed 7 --data-seed 3 --dataset arithmetic
     --arithmetic-operators +- --arithmetic-min 0 --arithmetic-max 9 --eval-size 4 --bf16
     --prompts-per-step 4 --num-generations 4 --max-completion-length 8 --max-steps 2 --loss-type dapo --temperature 0.8
     --scale-rewards none --mask-truncated-completions --no-skip-zero-std-groups --gradient-checkpointing --delta 2
     --epsilon 0.1 --epsilon-high 0.3 --vllm-importance-sampling-correction --vllm-importance-sampling-clip-max 3
     --vllm-gpu-memory-utilization 0.1 --vllm-max-model-length 90 --vllm-enable-sleep-mode --vllm-enforce-eager True
-    --weight-decay 0.1 --adam-beta2 0.99 --max-grad-norm 0.5"""
+    --weight-decay 0.1 --adam-beta2 0.99 --max-grad-norm 0.5 --system-prompt Add. --prompt-template Now,{{prompt}}
+    --recipe dapo --dynamic-sampling-rounds 2 --reward-timeout 20 --soft-overlong-share 0.5 --eval-num-generations 2
+    --advantage-baseline leave_one_out --entropy-coef 0.01 --max-skipped-steps 3
+    --vllm-importance-sampling-mode token_mask"""
+RUN_C = """--model-name-or-path {0}/tied --no-bf16 --recipe gspo --importance-sampling-level sequence --kl-estimator k2
+    --beta 0.1 --kl-target 0.001 --ref-model-sync-steps 2 --dataset made/up --dataset-config main --dataset-split some
+    --eval-dataset made/up {0}/held_out.jsonl --eval-split other --eval-size 3 --prompt-column text --answer-column label
+    --prompts-per-step 4 --num-generations 4 --max-steps 4 --reward {0}/rewards.py:low:2 format:0.5 --learning-rate 1e-2"""
+RUN_D = """--model-name-or-path {0}/tied --eval-only --eval-size 6"""
 METRICS = {
     "reward": "mean std group_std zero_std_groups advantage_std failures",
     "completion": "length_mean length_max truncated parsable",
@@ -1313,10 +1365,10 @@ METRICS = {
     "time": "sampling training reload step elapsed tokens_per_second peak_memory_gib"}
 
 
-def run(place: Path, flags: str, out: str, *more, ranks: int) -> Path:
-    done = start(SOURCE, *flags.format(place).split(), "--output-dir", place / out, *more, ranks=ranks)
+def run(place: Path, flags: str, out: str, *more, ranks: int, script=(SOURCE,)) -> Path:
+    done = start(*script, *flags.format(place).split(), "--output-dir", place / out, *more, ranks=ranks)
     assert done.returncode == 0, done.stderr
-    assert f"the model is in {place / out}" in done.stdout
+    assert f"the model is in {place / out}" in done.stdout or "--eval-only" in flags
     return place / out
 
 
@@ -1415,8 +1467,40 @@ def test_bf16_untied_run_with_the_other_flags(place):
     assert "lm_head.weight" in model and {w.dtype for w in model.values()} == {torch.bfloat16}
 
 
+def test_run_with_the_flags_of_kl_and_of_other_data(place, monkeypatch):
+    monkeypatch.setitem(ENV, "PYTHONPATH", f"{ENV['PYTHONPATH']}:{place}")
+    out = run(place, RUN_C, "c", ranks=0, script=(__file__, "without_engine"))
+    first, *steps = lines(out / "metrics.jsonl")
+    assert {f"eval/{name}/{what}" for name in ("up", "held_out") for what in ("reward", "accuracy")} <= set(first)
+    samples, low = lines(out / "samples.jsonl"), f"{place}/rewards.py:low"
+    assert all(s["reward"] == approx(2 * s["rewards"][low] + 0.5 * s["rewards"]["format"]) for s in samples)
+    assert {s["prompt"] for s in samples if s["split"] == "train"} <= {f"some {i}" for i in range(20)}
+    assert {s["prompt"] for s in samples if s["split"] == "eval"} >= {"Say 0"}
+    assert all(m["reward/mean"] == approx(2 * m[f"reward/{low}"] + 0.5 * m["reward/format"]) for m in steps)
+    for now, then in zip(steps, steps[1:]):    # beta follows the KL
+        change = 2 if now["policy/kl"] > 1.5e-3 else 0.5 if now["policy/kl"] < 1e-3 / 1.5 else 1
+        assert then["policy/beta"] == approx(now["policy/beta"] * change)
+    kl = [m["policy/kl"] for m in steps]
+    assert kl[0] == kl[2] == 0 < min(kl[1], kl[3])    # the reference is the policy after step 2
+
+
+def test_eval_only(place):
+    out = run(place, RUN_D, "d", ranks=0, script=(__file__, "without_engine"))
+    [m] = lines(out / "metrics.jsonl")
+    assert m["step"] == 0 and "eval/accuracy" in m and len(lines(out / "samples.jsonl")) == 6
+    assert not (out / "model").exists()
+
+
+@pytest.mark.parametrize("flags, said", [
+    ("--recipe gspo --epsilon 0.1", "recipe gspo: --importance-sampling-level sequence --epsilon 0.1 --epsilon-high 0.0004"),
+    ("--recipe dr_grpo", "recipe dr_grpo: --loss-type dr_grpo --scale-rewards none"), ("", "")])
+def test_a_recipe_says_what_it_sets_and_given_flags_win(flags, said):
+    done = start(SOURCE, *flags.split(), "--num-generations", 1)
+    assert done.stdout.strip() == said and "--num-generations must be" in done.stderr
+
+
 def test_every_flag_is_in_a_run():
-    given = set(re.findall(r"--(?:no-)?([\w-]+)", f"{RUN_A} {RUN_B}")) | {"output-dir"}
+    given = set(re.findall(r"--(?:no-)?([\w-]+)", f"{RUN_A} {RUN_B} {RUN_C} {RUN_D}")) | {"output-dir"}
     assert given == {f.name.replace("_", "-") for f in fields(grpo.Config)}
 
 
@@ -1661,7 +1745,7 @@ def no_weights(place) -> Path:
     ("--dataset {0}/bad.jsonl", "grpo.py: {0}/bad.jsonl line 2: not JSON"),
     ("--num-generations 1", "grpo.py: --num-generations must be at least 2, got 1"),
     ("--device cuda", "grpo.py: --device cuda, but torch sees no GPU"),
-    ("--output-dir {0}/used", "grpo.py: --output-dir {0}/used already holds a run"),
+    ("--output-dir {0}/used", "grpo.py: --output-dir {0}/used holds a run with --model-name-or-path None, not"),
     ("--reward {0}/rewards.py:no", "grpo.py: --reward {0}/rewards.py:no: {0}/rewards.py has no function 'no'"),
 ])
 def test_bad_command_line(flags, words, place, no_weights):
@@ -1678,8 +1762,8 @@ def test_bad_command_line(flags, words, place, no_weights):
 
 
 @pytest.mark.parametrize("reward, line", [
-    ("misspelt", r"grpo.py \(rank \d\): the reward raised on every completion of a step, .*'splitt'"),
-    ("short_on_rank_3", r"grpo.py \(rank 3\): the reward short_on_rank_3 returned 3 values for 4 completions")])
+    ("misspelt", r"grpo.py \(rank \d\): the reward failed on every completion of a step, .*'splitt'"),
+    ("short_on_rank_3", r"grpo.py \(rank 3\): the reward .*:short_on_rank_3 returned 3 values for 4 completions")])
 def test_failing_reward_ends_all_ranks(reward, line, place):
     started = time.time()
     done = start(__file__, "without_engine", "--model-name-or-path", place / "tied", "--output-dir", place / reward,
@@ -1689,15 +1773,204 @@ def test_failing_reward_ends_all_ranks(reward, line, place):
 
 
 def without_engine(*flags) -> None:
-    """The trainer with canned completions: four engines would take a minute to start."""
+    """The trainer with random letters for completions: engines would take a minute to start. With HOLD=phase:n, at the
+    n-th time that phase begins, it waits there for a signal, and rank 0 says so in the file HELD."""
+    from torch.distributed import checkpoint
+    where, _, count = os.environ.get("HOLD", "").partition(":")
+    left = {where: int(count or 0)}
+
+    def hold(phase, seconds=0.0):
+        left[phase] = left.get(phase, 0) - 1
+        if left[phase] == 0 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            if os.environ["RANK"] == "0":
+                Path(os.environ["HELD"]).touch()
+            time.sleep(seconds)    # broken off by what the signal raises
+            while not grpo.STATUS["signal"]:
+                time.sleep(0.05)
+
     class Canned(grpo.Engine):
-        def __init__(self, *args): pass
+        dtype = torch.float32
+        def __init__(self, *args): self.cpu, self.sleeps = True, False
         def load(self, policy): pass
         def sample(self, rows, n, temperature, seed, phase):
-            return [[grpo.Sample(row, [5, 1], [-1.0, -1.0], False, "!") for _ in range(n)] for row in rows]
+            hold(phase, 90)
+            groups = []
+            for row in rows:
+                draw = random.Random(f"{seed} {row.prompt_ids}")
+                groups.append([grpo.Sample(row, [draw.randrange(4, 99) for _ in range(draw.randint(1, 8))], [], False, "")
+                               for _ in range(n)])
+                for s in groups[-1]:
+                    s.engine_logprobs, s.text = [-4.0] * len(s.ids), "".join(chr(28 + i) for i in s.ids)
+            return groups
+    score, policy_loss, save = grpo.RewardPool.score, grpo.policy_loss, checkpoint.save
+    grpo.RewardPool.score = lambda self, groups: hold("scoring", 90) or score(self, groups)
+    grpo.policy_loss = lambda *args, **options: hold("training") or policy_loss(*args, **options)
+    checkpoint.save = lambda *args, **options: hold("saving") or save(*args, **options)
     grpo.Engine, grpo.self_test = Canned, lambda *args: None
     sys.argv[1:] = flags
     grpo.main()
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+FAULTY = """--model-name-or-path {0}/tied --reward {0}/rewards.py:low --no-bf16 --device cpu --prompts-per-step 4
+    --num-generations 4 --max-prompt-length 64 --max-completion-length 8 --max-steps 6 --eval-steps 2 --eval-size 4
+    --save-steps 2 --learning-rate 1e-2 --tokens-per-micro-batch 100"""
+
+
+class Job:
+    """A run on ranks of its own, which can be disturbed; `mark` is in the environment of all its processes."""
+
+    def __init__(self, place, out, *more, ranks=2, hold="", restarts=0):
+        self.held, self.mark, self.folder = place / f"{out}.held", f"{time.time()}-{out}", place / out
+        self.held.unlink(missing_ok=True)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts",
+                    str(restarts)]
+        self.process = subprocess.Popen(
+            [sys.executable, *launcher, __file__, "without_engine", *FAULTY.format(place).split(), "--output-dir",
+             str(self.folder), *map(str, more)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=ENV | {"HOLD": hold, "HELD": str(self.held), "MARK": self.mark, "OMP_NUM_THREADS": "1"})
+
+    def pids(self, words="") -> list[int]:
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                if self.mark in Path("/proc", pid, "environ").read_text() and words in Path("/proc", pid, "cmdline").read_text():
+                    found.append(int(pid))
+            except OSError:
+                pass
+        return found
+
+    def ranks(self) -> list[int]:
+        return [pid for pid in self.pids(f"{Path(__file__).name}\0without_engine") if pid != self.process.pid]
+
+    def wait_until_held(self):
+        for _ in range(1200):
+            if self.held.exists():
+                return time.sleep(0.5)    # the other rank too
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.1)
+        raise AssertionError("never held")
+
+    def kill(self):
+        for pid in self.pids():
+            try:
+                os.kill(pid, 9)
+            except ProcessLookupError:
+                pass
+        self.process.communicate()
+
+    def end(self, timeout=120) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr; nothing of it is left over."""
+        out, err = self.process.communicate(timeout=timeout)
+        for _ in range(50):
+            if not self.pids():
+                break
+            time.sleep(0.1)
+        assert not self.pids()
+        return self.process.returncode, out, err
+
+
+def story(folder: Path):
+    """What a run leaves, but for times."""
+    from safetensors.torch import load_file
+    weights = load_file(folder / "model" / "model.safetensors")
+    untimed = [{k: v for k, v in m.items() if not k.startswith("time/")} for m in lines(folder / "metrics.jsonl")]
+    return untimed, lines(folder / "samples.jsonl"), {name: w.tolist() for name, w in weights.items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place):
+    job = Job(place, "undisturbed")
+    code, out, err = job.end()
+    assert code == 0, err
+    assert [m["step"] for m in lines(job.folder / "metrics.jsonl")] == list(range(7))
+    assert sorted(f.name for f in job.folder.iterdir()) == [
+        "checkpoint-2", "checkpoint-4", "config.json", "metrics.jsonl", "model", "samples.jsonl"]
+    return story(job.folder)
+
+
+def goes_on(place, name, undisturbed):
+    code, out, err = Job(place, name).end()
+    assert code == 0, err
+    assert story(place / name) == undisturbed
+    return out
+
+
+def test_a_killed_run_goes_on_exactly(place, undisturbed):
+    job = Job(place, "killed", hold="training:8")    # between two checkpoints
+    job.wait_until_held()
+    job.kill()
+    assert [m["step"] for m in lines(job.folder / "metrics.jsonl")][-1] >= 2    # whole lines
+    assert "going on after step 2" in goes_on(place, "killed", undisturbed)
+
+
+PHASES = {"sampling": "sampling:4", "training": "training:8", "scoring": "scoring:6", "evaluation": "evaluation:3",
+          "saving": "saving:2"}
+
+
+@pytest.mark.parametrize("phase", [pytest.param(phase, marks=[] if phase in ("sampling", "evaluation") else
+                                                pytest.mark.faults) for phase in PHASES])
+def test_a_stopped_run_saves_and_goes_on_exactly(place, undisturbed, phase):
+    job = Job(place, f"stopped_{phase}", hold=PHASES[phase])
+    job.wait_until_held()
+    started = time.time()
+    job.process.send_signal(15)
+    code, out, err = job.end()
+    assert code != 0 and time.time() - started < 25 and "failed during" not in err
+    [step] = re.findall(r"stopped after step (\d+): .*the same command goes on", out)
+    assert (job.folder / f"checkpoint-{step}" / "complete.json").exists() and int(step) >= 3
+    assert f"going on after step {step}" in goes_on(place, f"stopped_{phase}", undisturbed)
+
+
+@pytest.mark.faults
+def test_a_second_signal_ends_at_once(place):
+    job = Job(place, "twice", hold="saving:1")
+    job.wait_until_held()
+    for rank in job.ranks():
+        os.kill(rank, 15)
+        os.kill(rank, 15)
+    started = time.time()
+    assert job.end()[0] != 0 and time.time() - started < 10
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("phase", PHASES)
+def test_one_rank_dies(place, undisturbed, phase):
+    job = Job(place, f"died_{phase}", hold=PHASES[phase])
+    job.wait_until_held()
+    os.kill(job.ranks()[1], 9)
+    started = time.time()
+    assert job.end()[0] != 0 and time.time() - started < 90
+    goes_on(place, f"died_{phase}", undisturbed)
+
+
+@pytest.mark.faults
+def test_torchrun_brings_a_killed_rank_back(place, undisturbed):
+    job = Job(place, "elastic", hold="training:8", restarts=3)
+    job.wait_until_held()
+    os.kill(job.ranks()[1], 9)
+    code, out, err = job.end(timeout=300)
+    assert code == 0, err
+    assert story(job.folder) == undisturbed
+
+
+@pytest.mark.faults
+def test_twenty_kills_lose_nothing(place, undisturbed):
+    rng, kills, job = random.Random(0), 0, None
+    while kills < 20:
+        job = Job(place, "twenty")
+        try:
+            job.process.wait(rng.uniform(4, 14))
+        except subprocess.TimeoutExpired:
+            kills += 1
+            job.kill()
+            if (job.folder / "metrics.jsonl").exists():
+                assert lines(job.folder / "metrics.jsonl") is not None
+        else:    # it got to its end between two kills: begin again
+            assert job.end()[0] == 0 and story(job.folder) == undisturbed
+            subprocess.run(["rm", "-r", job.folder], check=True)
+    goes_on(place, "twenty", undisturbed)
 
 
 @pytest.mark.parametrize("model, change, words", [
