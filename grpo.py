@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.utils.rnn import pad_sequence
 
 class UserError(Exception):
@@ -51,8 +52,8 @@ class Config:
     bf16: bool = True    # compute in bfloat16; weights, reduction and optimizer stay float32. --no-bf16: all float32
     eval_only: bool = False    # evaluate the model and end
     # --- data
-    dataset: str = "arithmetic"    # `arithmetic`, a JSONL file, or what `datasets` loads: hub id, Parquet or CSV file
-    dataset_config: str | None = None    # configuration of a hub dataset
+    dataset: str = "arithmetic"    # or a JSONL file, hub id, Parquet or CSV file (`datasets`), reasoning_gym:<task>
+    dataset_config: str | None = None    # configuration of a hub dataset; options of a reasoning_gym task, as JSON
     dataset_split: str = "train"    # split of a hub dataset to train on
     eval_dataset: tuple[str, ...] = ()    # held-out sets, named as --dataset is. Default: problems set aside from it
     eval_split: str = "test"    # split of hub datasets to evaluate on
@@ -75,7 +76,7 @@ class Config:
     vllm_gpu_memory_utilization: float = 0.3    # share of a GPU's memory; on the CPU, of the machine's for the KV cache
     vllm_max_model_length: int | None = None    # default: --max-prompt-length + --max-completion-length
     vllm_enable_sleep_mode: bool = True    # free vLLM's GPU memory while training
-    vllm_enforce_eager: bool | None = None    # no compilation, no CUDA graphs. Default: only on the CPU: 80 s for 9 %
+    vllm_enforce_eager: bool | None = None    # no compilation, no CUDA graphs. Default: in short runs on the CPU
     # --- reward
     reward: tuple[str, ...] = ("correct",)    # each `name` or `name:weight`, of REWARDS or path.py:function; added up
     reward_timeout: float = 10.0    # seconds a call of a reward may take
@@ -194,19 +195,26 @@ def arithmetic_rows(cfg: Config) -> tuple[list[dict], list[dict]]:
     return [row(*problem) for problem in train], [row(*problem) for problem in held_out]
 
 def read_rows(name: str, cfg: Config, split: str) -> list[dict]:
-    """Rows of a JSONL file, or of what `datasets` loads, shuffled. Raises UserError naming the file, the line and what
-    is wrong there."""
+    """Rows of a JSONL file, or of what `datasets` or `reasoning_gym` loads, shuffled. Raises UserError naming the file,
+    the line and what is wrong there."""
     jsonl = name.endswith((".json", ".jsonl"))
     if jsonl:
         need(Path(name).is_file(), f"dataset {name}: no such file")
         lines = [(n, line) for n, line in enumerate(Path(name).read_bytes().splitlines(), 1) if line.strip()]
     else:
         file = dict(path=Path(name).suffix[1:], data_files=name, split="train") if Path(name).is_file() else None
+        task = name.removeprefix("reasoning_gym:")
         try:
-            from datasets import load_dataset
-            lines = enumerate(load_dataset(**(file or dict(path=name, name=cfg.dataset_config, split=split))), 1)
+            if task != name:
+                from reasoning_gym import create_dataset
+                options = {"size": 2000, "seed": cfg.data_seed} | json.loads(cfg.dataset_config or "{}")
+                lines = create_dataset(task, **options)
+            else:
+                from datasets import load_dataset
+                lines = load_dataset(**(file or dict(path=name, name=cfg.dataset_config, split=split)))
+            lines = enumerate(lines, 1)
         except ImportError:
-            raise UserError(f"dataset {name}: no .jsonl file; for one of another kind: pip install datasets") from None
+            raise UserError(f"dataset {name}: no .jsonl file; for other kinds: pip install datasets (or reasoning-gym)")
         except Exception as e:    # the package has many kinds, most of several lines
             raise UserError(f"dataset {name}: can't be loaded: {(str(e) or repr(e)).splitlines()[0]}") from e
     rows = []
@@ -426,7 +434,14 @@ def marked(completions: list[str], **_) -> list[float]:
     """1 where the completion marks its answer: a box, a '####' line, an <answer> tag or 'the answer is'."""
     return [float(bool(_marked(_NOISE.sub("\n", completion)))) for completion in completions]
 
-REWARDS = {"correct": correct, "format": marked}
+def gym_score(completions: list[str], metadata: list[dict], question: list[str], answer: list[str], **_) -> list[float]:
+    """The score by which a reasoning_gym task judges its own rows."""
+    from reasoning_gym import get_score_answer_fn
+    return [float(get_score_answer_fn(row["metadata"]["source_dataset"])(extract_answer(completion), row))
+            for completion, *values in zip(completions, question, answer, metadata)
+            for row in [dict(zip(("question", "answer", "metadata"), values))]]
+
+REWARDS = {"correct": correct, "format": marked, "reasoning_gym": gym_score}
 
 def reward_weights(cfg: Config) -> dict[str, float]:
     """Weight of each reward that --reward names."""
@@ -447,8 +462,8 @@ def load_reward(name: str) -> Callable:
         need(callable(found), f"--reward {name}: {path} has no function {function!r}")
     return REWARDS.get(name) or found
 
-def call_reward(name: str, group: list[Sample]) -> list[float | None]:
-    """Rewards of completions of one prompt; hands over what the function has parameters for."""
+def call_reward(name: str, group: list[Sample]) -> list[float | None] | str:
+    """Rewards of completions of one prompt, or what was raised; hands over what the function has parameters for."""
     function = load_reward(name)
     arguments = {column: [s.row.columns[column] for s in group] for column in group[0].row.columns}
     arguments |= {"prompts": [s.row.prompt for s in group], "completions": [s.text for s in group],
@@ -456,26 +471,22 @@ def call_reward(name: str, group: list[Sample]) -> list[float | None]:
     parameters = inspect.signature(function).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         arguments = {key: value for key, value in arguments.items() if key in parameters}
-    rewards = list(function(**arguments))
+    try:
+        rewards = list(function(**arguments))
+    except BaseException as e:    # SystemExit too
+        return f"{type(e).__name__}: {e}"
     need(len(rewards) == len(group), f"the reward {name} returned {len(rewards)} values for {len(group)} completions")
     need(all(r is None or isinstance(r, numbers.Real) and math.isfinite(r) for r in rewards),
          f"the reward {name} must return finite numbers or None, got {rewards}")
     return [None if r is None else float(r) for r in rewards]
-
-def worker_call(name: str, group: list[Sample]) -> list[float | None] | str:
-    """In a worker: the rewards, or what was raised."""
-    try:
-        return call_reward(name, group)
-    except UserError:
-        raise
-    except BaseException as e:    # SystemExit too
-        return f"{type(e).__name__}: {e}"
 
 def worker_start() -> None:
     """In a worker: it has 4 GiB, and is killed, whatever it does, when the trainer ends and with it the fork server."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)    # PR_SET_PDEATHSIG
     os.close(forkserver._forkserver._forkserver_alive_fd)    # what would keep the server alive
     resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))
+    for number in (signal.SIGINT, signal.SIGTERM):    # meant for the trainer
+        signal.signal(number, signal.SIG_IGN)
 
 class RewardPool:
     """Worker processes that call the rewards: one that hangs, crashes, raises or eats memory costs the completion at
@@ -496,7 +507,7 @@ class RewardPool:
     def ask(self, calls: list[tuple[str, list[Sample]]]) -> list[list | str]:
         """Each call's rewards, or in their place what went wrong."""
         executor, answers = self.executor, []
-        for future in [executor.submit(worker_call, *call) for call in calls]:
+        for future in [executor.submit(call_reward, *call) for call in calls]:
             try:
                 answers.append(future.result(self.cfg.reward_timeout))
             except (TimeoutError, BrokenExecutor, CancelledError) as e:
@@ -539,6 +550,7 @@ class Engine:
         self.sleeps = cfg.vllm_enable_sleep_mode and not self.cpu
         self.dtype = torch.bfloat16 if cfg.bf16 else torch.float32
         sequences = min(cfg.prompts_per_step // dist.get_world_size() * cfg.num_generations, 256 if self.cpu else 1024)
+        brief = cfg.max_steps * sequences * cfg.max_completion_length < 10**6    # then compiling on a CPU costs more
         memory = (dict(kv_cache_memory_bytes=cpu_cache_bytes(cfg, model_config, sequences), block_size=32)
                   if self.cpu else
                   dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization, enable_sleep_mode=self.sleeps))
@@ -551,7 +563,7 @@ class Engine:
                 logprobs_mode="processed_logprobs",                  # at the sampling temperature
                 skip_tokenizer_init=True, enable_prefix_caching=True, disable_log_stats=True,
                 max_model_len=cfg.max_length, max_num_seqs=sequences, max_num_batched_tokens=max(8192, cfg.max_length),
-                enforce_eager=self.cpu if cfg.vllm_enforce_eager is None else cfg.vllm_enforce_eager)
+                enforce_eager=self.cpu and brief if cfg.vllm_enforce_eager is None else cfg.vllm_enforce_eager)
         except (ValueError, RuntimeError) as e:
             raise UserError(f"vLLM did not start: {(str(e) or type(e).__name__).splitlines()[0]} (short of memory? "
                             "--vllm-gpu-memory-utilization and --vllm-max-model-length set what it takes)") from e
@@ -1038,7 +1050,8 @@ def save_checkpoint(run: "Run", tensors: dict[str, Tensor], state: dict) -> int:
         for old in [*run.folder.glob("*.unfinished"), *run.checkpoints()[run.cfg.save_total_limit:]]:
             shutil.rmtree(old, ignore_errors=True)
     if problem[0]:
-        say(f"warning: {folder} can't be written: {problem[0]:.300}; the run goes on, the earlier ones are kept")
+        say(f"warning: {folder} can't be written: {problem[0]:.300} ({shutil.disk_usage(run.folder).free >> 20} MiB "
+            "are free); the run goes on, the earlier ones are kept")
     return state["step"]
 
 def load_checkpoint(run: "Run", tensors: dict[str, Tensor], data: str) -> dict | None:
@@ -1152,7 +1165,7 @@ def sample_metrics(groups: list[list[Sample]]) -> dict[str, float]:
 def alarms(m: dict[str, float], first: Sample) -> set[str]:
     """What in a step's metrics should worry, in words without numbers: a new one is shown once."""
     return {text for text, so in {
-        f"no reward so far, so nothing to learn from; a completion was {first.text!r:.200}, read as "
+        f"no completion got a reward, so there is nothing to learn from; one was {first.text!r:.200}, read as "
         f"{extract_answer(first.text)!r:.50}": m["step"] == 3 and m["reward/mean"] == m["reward/std"] == 0,
         "rewards differ within no group: nothing to learn from": m["reward/zero_std_groups"] == 1,
         "more than a nat a token of KL to the reference": m.get("policy/kl", 0) > 1,
@@ -1178,11 +1191,14 @@ def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> N
             policy.lm.generation_config.validate(strict=True)
         except ValueError:    # sampling settings without do_sample: some models have them, save_pretrained refuses them
             policy.lm.generation_config.do_sample = True
-        policy.lm.save_pretrained(unfinished, state_dict=state)
-        policy.lm.config.dtype = dtype    # the above has written that of the shards
-        policy.lm.config.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        unfinished.rename(folder)
+        try:
+            policy.lm.save_pretrained(unfinished, state_dict=state)
+            policy.lm.config.dtype = dtype    # the above has written that of the shards
+            policy.lm.config.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+            unfinished.rename(folder)
+        except Exception as e:    # OSError, or a kind of safetensors' own
+            raise UserError(f"{folder} can't be written: {e}. With room for it, the same command goes on") from e
     dist.barrier()
 # --- train ------------------------------------------------------------------------------------------------------------
 class Stopped(BaseException):
@@ -1191,12 +1207,12 @@ class Stopped(BaseException):
 class Broken(BaseException):
     """SIGTERM or Ctrl-C during what one rank does for itself; the next `gathered` tells the others."""
 
-STATUS = {"phase": "start", "signal": 0, "breakable": False}
+STATUS = {"phase": "start", "signal": 0, "since": 0.0, "breakable": False, "store": None}
 
 def on_signal(number: int, frame) -> None:
-    if STATUS["signal"]:    # the second one
+    if STATUS["signal"] and time.time() > STATUS["since"] + 2:    # a second one; torchrun may repeat the first
         os._exit(128 + number)
-    STATUS["signal"] = number
+    STATUS.update(signal=number, since=time.time())
     if STATUS["breakable"]:
         raise Broken
 
@@ -1226,7 +1242,9 @@ def rollout(engine: Engine, rows: list[Row], n: int, temperature: float, seed: i
     groups, failures = (list(itertools.chain(*shares)) for shares in zip(*gathered((groups, failures))))
     if failures:
         say(f"warning: a reward failed on {len(failures)} of {len(rows) * n} completions, now 0: {failures[-1]}")
-    need(len(failures) < len(rows) * n, f"the reward failed on every completion of a step, at last {failures[-1:]}")
+    names = [failure.partition(": ")[0] for failure in failures]
+    for name in {name for name in names if names.count(name) == len(rows) * n}:
+        raise UserError(f"the reward {name} failed on every completion of a step, at last {failures[-1]}")
     return groups, len(failures)
 
 def evaluate(engine: Engine, sets: dict[str, list[Row]], pool: RewardPool, run: Run, step: int) -> dict[str, float]:
@@ -1276,7 +1294,8 @@ class Trainer:
         self.reference = load_policy(cfg, model_config, packed, device, trainable=False) if cfg.beta else None
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), betas=(0.9, cfg.adam_beta2), fused=True,
                                            weight_decay=cfg.weight_decay)
-        self.tensors = training_tensors(self.policy, self.reference, self.optimizer)
+        moving = self.reference if cfg.ref_model_sync_steps else None
+        self.tensors = training_tensors(self.policy, moving, self.optimizer)
         data = hashlib.sha256(repr([(row.prompt_ids, row.columns.get("answer")) for row in rows]).encode()).hexdigest()
         # What the rest of the run depends on beside the tensors. `metrics`: of the step, until evaluated and written.
         self.state = load_checkpoint(self.run, self.tensors, data) or {
@@ -1300,10 +1319,11 @@ class Trainer:
             while True:
                 if state["metrics"]:
                     self.finish_step()
-                if state["step"] == cfg.max_steps or cfg.eval_only:
-                    break
-                if state["step"] % cfg.save_steps == 0 and state["step"] != self.saved:
+                done = state["step"] == cfg.max_steps
+                if (done or state["step"] % cfg.save_steps == 0) and state["step"] != self.saved:
                     self.saved = save_checkpoint(self.run, self.tensors, state)
+                if done or cfg.eval_only:
+                    break
                 self.step()
                 need(state["skipped"] < cfg.max_skipped_steps, f"{state['skipped']} steps in a row had a gradient that "
                      "was not finite: lower --learning-rate; their completions are in samples.jsonl")
@@ -1392,14 +1412,15 @@ class Trainer:
 def fail(e: BaseException, name: str) -> None:
     """The first rank to fail says why; all end at once, as the others may wait in a collective: torchrun ends them."""
     STATUS["breakable"] = False
-    first = dist.distributed_c10d._get_default_store().add("failed", 1) == 1 if dist.is_initialized() else FIRST_RANK
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(e):
         e = UserError(f"out of memory during {STATUS['phase']}: lower --tokens-per-micro-batch or --vllm-gpu-memory-"
                       f"utilization, or give --gradient-checkpointing ({str(e).splitlines()[0]:.200})")
-    if first:
-        trace = "" if isinstance(e, UserError) else "".join(traceback.format_exception(e))
-        print(f"{trace}{name}: {e if not trace else 'failed during ' + STATUS['phase']}", file=sys.stderr, flush=True)
-    os._exit(2 if isinstance(e, UserError) else 1)
+    try:
+        if STATUS["store"].add("failed", 1) == 1 if STATUS["store"] else FIRST_RANK:
+            trace = "" if isinstance(e, UserError) else "".join(traceback.format_exception(e))
+            print(f"{trace}{name}: {'failed during ' + STATUS['phase'] if trace else e}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(2 if isinstance(e, UserError) else 1)
 
 def main() -> None:
     import tyro
@@ -1422,13 +1443,17 @@ def main() -> None:
         transformers.utils.logging.disable_progress_bar()
         logging.getLogger("vllm").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore")
+        sys.warnoptions.append("ignore:resource_tracker")    # it complains of processes that end at once
         gpu = cfg.device != "cpu" and torch.cuda.is_available()
         device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
         if gpu:
             torch.cuda.set_device(device)
         else:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))    # torchrun would leave it at 1
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        # A prefix of its own: ranks that torchrun starts again would else find the addresses of the dead.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(rendezvous("env://"))[0])
+        STATUS["store"] = store
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=world_size)
         Trainer(cfg, device).train()    # the engine's exit handler ends the process group
     except Stopped as e:
         os._exit(128 + e.args[0])

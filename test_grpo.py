@@ -12,6 +12,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -515,6 +516,64 @@ def test_a_missing_column_is_named(row, flags, words):
         grpo.standard_row(row, Config(**flags))
 
 
+ODD = [None, True, 0, -1, 1.5, math.nan, "", " ", "a", "\0", "\ud800", "#### 1", [], ["a"], {}, {"role": "user"}, [{}],
+       [{"role": "user", "content": "a"}], [{"role": 1, "content": []}], 10**400, [[[]]]]
+
+
+def test_odd_rows_are_taken_or_named(tmp_path):
+    """Thousands of rows of odd columns and of cut or shuffled JSON."""
+    rng, file, taken = random.Random(0), tmp_path / "odd.jsonl", 0
+    for _ in range(3000):
+        row = {name: rng.choice(ODD) for name in rng.sample(["prompt", "question", "problem", "answer", "solution", "x"], 3)}
+        text = json.dumps(rng.choice([row, row, row, rng.choice(ODD)])).encode()
+        if rng.random() < 0.2:
+            text = bytes(rng.sample(text, len(text))) if rng.random() < 0.5 else text[:rng.randint(0, len(text))]
+        file.write_bytes(text + b"\n")
+        cfg = Config(prompt_column=rng.choice([None, None, "x"]), answer_column=rng.choice([None, None, "x"]))
+        try:
+            grpo.read_rows(str(file), cfg, "train")
+            taken += 1
+        except UserError as e:
+            assert str(e).startswith(str(file)) and "\n" not in str(e).strip() and len(str(e)) < 400
+    assert 30 < taken < 1500
+
+
+def test_odd_flags_are_taken_or_named():
+    rng, taken = random.Random(0), 0
+    values = {int: [-1, 0, 1, 2, 7, 10**9], float: [-1.0, 0.0, 1e-9, 0.5, 1.0, 3.0, math.nan, math.inf], bool: [True, False],
+              str: ["", "+", "{prompt}", "x"]}
+    kinds = {f.name: type(getattr(Config(), f.name)) for f in fields(Config)}
+    for _ in range(3000):
+        flags = {name: rng.choice(values[kinds[name]]) for name in rng.sample(sorted(kinds), rng.choice([1, 1, 2, 3]))
+                 if kinds[name] in values and "Literal" not in str(Config.__annotations__[name])}
+        try:
+            grpo.check_config(Config(**flags), rng.choice([1, 2, 8]))
+            taken += 1
+        except UserError as e:
+            assert re.match(r"--[a-z0-9-]+ ", str(e)) and "\n" not in str(e)
+    assert 500 < taken < 2700
+
+
+GYM = """
+def create_dataset(task, size, seed, terms):
+    return [{"question": f"{task} {i}", "answer": str(i), "metadata": {"source_dataset": task}} for i in range(size + terms)]
+def get_score_answer_fn(task):
+    return lambda answer, row: 0.5 if answer is None else float(answer == row["answer"] and row["metadata"] != {})
+"""    # a stand-in for the package
+
+
+def test_reasoning_gym(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="pip install"):
+        grpo.read_rows("reasoning_gym:sum", Config(), "train")
+    (tmp_path / "reasoning_gym.py").write_text(GYM)
+    rows = grpo.read_rows("reasoning_gym:sum", Config(dataset_config='{"size": 5, "terms": 2}', data_seed=3), "train")
+    assert sorted(row["question"] for row in rows) == [f"sum {i}" for i in range(7)]
+    group = [Sample(Row("", [1], rows[0]), [1], [0.0], False, text) for text in (f"<answer>{rows[0]['answer']}</answer>",
+                                                                               "<answer>x</answer>", "")]
+    assert grpo.call_reward("reasoning_gym", group) == [1.0, 0.0, 0.5]
+
+
 def write_rows(path, prompts):
     path.write_text("".join(json.dumps({"prompt": prompt, "answer": 1}) + "\n" for prompt in prompts))
     return str(path)
@@ -940,7 +999,7 @@ def test_what_is_left_of_a_step_is_normalised_by_itself(models, losses):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"step": 3, "reward/mean": 0.0, "reward/std": 0.0}, "no reward so far.*'It is 7.', read as '7.'"),
+    ({"step": 3, "reward/mean": 0.0, "reward/std": 0.0}, "no completion got a reward.*'It is 7.', read as '7.'"),
     ({"reward/zero_std_groups": 1.0}, "differ within no group"), ({"policy/kl": 2.0}, "KL"),
     ({"completion/truncated": 1.0}, "--max-completion-length"), ({"policy/engine_gap_mean": 0.5}, "drift apart"), ({}, None)])
 def test_alarms(change, words):
@@ -1078,19 +1137,19 @@ def test_a_gradient_that_is_not_finite_moves_nothing(models, value):
 # --- reward cases -----------------------------------------------------------------------------------------------------
 
 REWARD_CASES = [
-    # bare answers of the default task, with no marker
+    "bare answers of the default task, with no marker",
     ("92", "92", True), ("92.", "92", True), ("= 92", "92", True), (" 92\n", 92, True), ("34 + 58 = 92", "92", True),
     ("34 + 58 = 92.", 92, True), ("The sum of 34 and 58 is 92.", "92", True), ("34 plus 58 equals 92", "92", True),
     ("34 + 58 = 92!", "92", True), ("**92**", "92", True), ("It is 92.\nHope this helps!", "92", True),
     ("93", "92", False), ("34 + 58 = 93", "92", False), ("The sum of 34 and 58 is 91.", "92", False),
     ("920", "92", False), ("9", "92", False), ("So she has 17 marbles left.", "17", True),
     ("So, 30 + 60 = 90\n90 + 2 = 92", "92", True), ("-7", -7, True),
-    # bare text that states no answer: the question echoed, cut-off text, words
+    "bare text that states no answer: the question echoed, cut-off text, words",
     ("34 + 58", "58", False), ("What is 34 + 58?", "58", False), ("34 + 58 =", "58", False), ("34 and 58", "34", False),
     ("The sum of 34 and 58 is", "58", False), ("Add 34 to 58", "58", False), ("ninety", "90", False),
     ("What is 58? Answer with only the number.", "58", False), ("34 + 5", "5", False), ("Step 1", "1", False),
     ("1. Add the numbers", "1", False), ("First part.\n2. Double it", "2", False), ("Step 3: add", "3", False),
-    # guesses are never paid
+    "guesses are never paid",
     ("42 or 43", "42", False), ("42 or 43", "43", False), ("1, 2, 3", "3", False), ("1 2 3 4", "4", False),
     ("40 41 42", "42", False), ("between 40 and 50", "50", False), ("Between 40 and 50.", "40", False),
     ("either 6 or 7", "7", False), ("Maybe 42", "42", False), ("40-50", "50", False), ("40–50", "40", False),
@@ -1103,13 +1162,13 @@ REWARD_CASES = [
     ("\\boxed{6;7}", "6", False), ("\\boxed{1}\\boxed{2}\\boxed{3}", "3", False),
     ("#### 1\n#### 2\n#### 3\n#### 4", "4", False), ("The answer is 1. The answer is 2. The answer is 3.", "3", False),
     ("1\n2\n3 4", "4", False),
-    # claims that only name the number
+    "claims that only name the number",
     ("not 42", "42", False), ("The answer is not 42.", "42", False), ("The answer isn't 42.", "42", False),
     ("more than 42", "42", False), ("at least 42", "42", False), ("x > 42", "42", False),
     ("\\boxed{x \\ge 42}", 42, False), ("#### < 42", "42", False), ("34 + 58 != 92", "92", False),
     ("34 + 58 ≠ 92", "92", False), ("±42", "42", False), ("#### x ≤ 42", "42", False),
     ("It can never be 42.", "42", False),
-    # #### lines
+    "#### lines",
     ("#### 72", "72", True), ("####72", 72, True), ("#### 72\n", 72.0, True), ("8*9=72\n#### 72 eggs", "72", True),
     ("#### = 72", "72", True), ("####  72 .", "72", True), ("#### x = 72", "72", True), ("#### 70+2=72", "72", True),
     ("#### 71", "72", False), ("#### 7", "72", False), ("#### 72", "7", False), ("#### 172", "72", False),
@@ -1118,18 +1177,18 @@ REWARD_CASES = [
     ("#### 4 + 4", "4", False), ("#### 4 +", "4", False), ("####", "72", False),
     ("#### <answer>72</answer>", "72", True), ("#### \n72", "72", True), ("#### 2*4", "8", False),
     ("#### 2*4", "4", False), ("##### 72", "72", True), ("72 ####", "72", True),
-    # headings are no answers
+    "headings are no answers",
     ("#### Step 1\nadd", "1", False), ("#### Step 2", "2", False), ("#### 2. Double it", "2", False),
     ("#### Part 3\n3 * 4 = 12", "12", True), ("#### 1. Add\n7\n#### 2. Double\n#### 14", "14", True),
     ("#### Answer\n14", "14", True), ("#### Answer: 14", "14", True), ("### Step 4: 3 + 4 = 7", "7", True),
     ("#### Question 5", 5, False), ("#### Result\nThe result is 9.", "9", True), ("#### N/A", "0", False),
-    # remarks after the answer
+    "remarks after the answer",
     ("#### 12 (4 rows of 3)", "12", True), ("#### 12 (4 rows of 3)", "3", False), ("#### 12 (= 3 * 4)", "12", True),
     ("#### 12, found in 3 steps", "3", False), ("#### 12. This took 3 steps.", "3", False),
     ("<answer>12 (3 * 4 rows)", 12, True), ("#### 12, in total", "12", True),
     ("\\boxed{12} as 3 times 4 is 12", "12", True), ("#### 12\n// 13", "13", False),
     ("The answer is 12. There were 3 steps.", "12", True), ("The answer is 12. There were 3 steps.", "3", False),
-    # boxes
+    "boxes",
     ("\\boxed{7}", "7", True), ("$\\boxed{7}$.", 7, True), ("\\boxed {7}", "7", True),
     ("\\boxed{\\text{7}}", "7", True), ("\\boxed{{7}}", "7", True), ("\\boxed{x = 7}", "7", True),
     ("\\boxed{\\$7}", "7", True), ("\\boxed{+7}", "7", True), ("\\boxed{3} then \\boxed{7}", "7", True),
@@ -1142,7 +1201,7 @@ REWARD_CASES = [
     ("\\boxed{a_{7}}", "7", False),
     ("\\boxed{7_{10}}", "10", False), ("\\boxed{-x}", "1", False), ("\\boxed{|7|}", "7", False),
     ("\\boxed{7 \\cdot 1}", "7", False), ("\\boxed{7\\text{ million}}", "7", False),
-    # <answer> tags, 'answer is', and which of several markers counts
+    "<answer> tags, 'answer is', and which of several markers counts",
     ("<answer>7</answer>", "7", True), ("<answer> 7 km </answer>", "7", True), ("<answer>8</answer>", "7", False),
     ("<answer>7 or 8</answer>", "7", False), ("<answer>\n7\n</answer>\n", "7", True), ("<answer></answer>", "7", False),
     ("The answer is 7", "7", True), ("Answer: 7", "7", True), ("**Answer:** 7", "7", True), ("ANSWER = 7", "7", True),
@@ -1151,44 +1210,44 @@ REWARD_CASES = [
     ("The answer is 6. Wait, the answer is 7.", "7", True), ("The answer is 6. Wait, the answer is 7.", "6", False),
     ("The answer is 6.\n#### 7", "7", True), ("The answer is 6.\n#### 7", "6", False), ("Answer:\n7", "7", True),
     ("#### 6\nso \\boxed{7}", "7", True), ("\\boxed{6}\n#### 7", "6", False), ("The answer is", "7", False),
-    # thinking and special tokens
+    "thinking and special tokens",
     ("<think>5</think>7", "7", True), ("<think>5</think>7", "5", False), ("<think>#### 7</think>", "7", False),
     ("<think>#### 7", "7", False), ("<think>\\boxed{7}", "7", False), ("<think>a</think>\nb\n<think>7", "7", False),
     ("so 5\n</think>\n\n7", "7", True), ("so 7\n</think>", "7", False), ("7<|im_end|>", "7", True), ("7</s>", 7, True),
     ("#### 7<|endoftext|>", "7", True), ("\\boxed{7}<|eot_id|>\n", "7", True), ("<|im_end|>", "7", False),
     ("7<eos>", "7", True), ("#### 4<|im_end|>2", "42", False), ("The total is 4*3=<<4*3=12>>12 pens.", "12", True),
-    # signs
+    "signs",
     ("#### -3", "-3", True), ("#### - 3", "-3", True), ("#### −3", -3, True), ("#### +3", "3", True),
     ("-3", "3", False), ("3", "-3", False), ("#### 9-6", "-6", False), ("9 - 6 = 3", "3", True),
     ("6 - 9 = -3", "-3", True), ("6 - 9 = -3", "3", False), ("#### minus 3", "-3", True),
     ("It is negative 3.", "-3", True), ("#### --3", "-3", False), ("\\boxed{-(3)}", "3", False),
     ("#### -$3", "-3", True), ("#### $-3$", "-3", True), ("#### -0.0", 0, True), ("Minus 3", 3, False),
     ("The temperature is -3 degrees.", -3, True), ("It is minus 3.", "3", False), ("#### （-3）", "-3", True),
-    # thousands separators and decimals
+    "thousands separators and decimals",
     ("#### 3,000", "3000", True), ("3,000", "3", False), ("#### 3,000", "0", False),
     ("#### 12,345,678.9", 12345678.9, True), ("3{,}000", "3000", True), ("\\boxed{3\\,000}", "3000", True),
     ("\\boxed{3,\\!000}", "3000", True), ("#### 3,00", "300", False), ("#### 3, 000", "3000", False),
     ("#### 0,250", "250", False), ("3.50", "3.5", True), ("#### 3.4.5", "3.4", False), ("#### 3.14", "3", False),
     ("#### 3.14", "14", False), ("#### 007", "7", True), ("#### 2.9999", "3", False), ("#### 3.0001", 3, False),
     ("#### 1,2,3", "123", False), ("3000", "3,000", True),
-    # currency
+    "currency",
     ("#### $15", "15", True), ("#### €15", "15", True), ("#### 15 £", "15", True), ("#### 15 dollars", "$15", True),
     ("It costs $15.", "15", True), ("It costs $15.", "5", False), ("#### US$ 15", "15", True),
     ("#### $15.5", "15.50", True), ("#### \\$15", "15", True), ("\\boxed{\\$1{,}500}", "1500", True),
     ("#### $15 and $16", "15", False),
-    # units
+    "units",
     ("#### 9 cm", "9", True), ("#### 9cm", "9", True), ("#### 9 cm^3", "9", True), ("#### 9 cm^3", "3", False),
     ("#### 9 m²", "9", True), ("\\boxed{9\\text{ cm}^2}", "9", True), ("\\boxed{9\\ \\mathrm{km/h}}", "9", True),
     ("\\boxed{30^\\circ}", "30", True), ("\\boxed{30^{\\circ}}", "30", True), ("#### 30°", "30", True),
     ("\\boxed{9\\,\\text{m}}", "9", True), ("#### 9 miles per hour", "9", True), ("#### 9th", "9", True),
     ("9", "9 cm", True), ("#### 9 dozen", "9", False), ("#### 9 thousand", "9", False),
     ("#### 9 and a half", "9", False), ("9k", "9", False),
-    # percent: as written, or as the share it means
+    "percent: as written, or as the share it means",
     ("25%", "25", True), ("25%", "25%", True), ("25 percent", "25%", True), ("25\\%", "25 \\%", True),
     ("25", "25%", True), ("0.25", "25%", True), ("\\boxed{25\\%}", "0.25", True), ("25%", "1/4", True),
     ("2500%", "25%", False), ("0.25%", "25%", False), ("25%", "0.0025", False), ("25%", "2500", False),
     ("24%", "0.25", False),
-    # fractions and mixed numbers
+    "fractions and mixed numbers",
     ("1/2", "0.5", True), ("\\frac{1}{2}", "1/2", True), ("\\boxed{\\frac12}", "0.5", True),
     ("\\tfrac{2}{4}", "1/2", True), ("\\boxed{\\frac{1}2}", "1/2", True), ("1/3", "0.3333", False),
     ("0.333", "1/3", False), ("2/3", "3/2", False), ("1/2", "2", False), ("1/2", "1", False), ("6/3", "2", True),
@@ -1198,32 +1257,32 @@ REWARD_CASES = [
     ("\\boxed{-\\frac{-1}{2}}", "-1/2", False), ("1/2 cup", "1/2", True), ("\\boxed{\\frac{x}{2}}", "2", False),
     ("5/0", "5", False), ("0/0", "0", False), ("1/2/3", "1/2", False), ("\\boxed{\\frac{3+3}{2}}", "3/2", False),
     ("x/5", "5", False), ("3:5", "5", False), ("3 : 5", "5", False),
-    # scientific notation
+    "scientific notation",
     ("1.5e3", "1500", True), ("#### 1.5E-2", "0.015", True), ("\\boxed{1.5 \\times 10^{3}}", 1500, True),
     ("1.5 x 10^3", "1500", True), ("1.5 × 10³", "1500", True), ("\\boxed{1.5\\cdot10^{-2}}", "0.015", True),
     ("1500", 1.5e3, True), ("1.5e3", "1.5", False), ("\\boxed{3 \\times 10^3}", "3", False), ("2e1", "20", True),
     ("10^3", "10", False), ("#### 1e22", 1e22, True), ("\\boxed{2 \\times 3}", "3", False),
-    # unicode
+    "unicode",
     ("=７２", "72", True), ("#### ７２", "72", True), ("#### ٧٢", "72", True), ("####\u202f72", "72", True),
     ("5²", "52", False), ("#### 7\u200a", "7", True), ("答案是 72", "72", True), ("５００", "500", True),
     ("3\u00a0000", "3", False),
-    # markdown
+    "markdown",
     ("`72`", "72", True), ("```\n72\n```", "72", True), ("> 72", "72", True), ("*72*", "72", True),
     ("__72__", "72", True), ("#### __72__", "72", True), ("**Answer: 72**", "72", True), ('"72"', "72", True),
     ("- The sum is 72.", "72", True), ("1. 70 + 2 = 72", "72", True), ("\\(72\\)", "72", True), ("[72]", "72", True),
     ("#### 6*7", "67", False),
-    # golds: worked solutions, texts, none
+    "golds: worked solutions, texts, none",
     ("#### 72", "8*9=<<8*9=72>>72 eggs\n#### 72", True), ("#### 9", "8*9=72 eggs\n#### 72", False), ("7", None, False),
     ("\\boxed{3}", "We get \\boxed{3}.", True), ("\\boxed{2}", "2 more is \\boxed{3}.", False), ("", "", False),
     ("0", 0, True), ("#### 0", None, False), ("None", None, False), ("#### 3", "no idea", False), ("", 0, False),
     ("\\boxed{}", "", False), ("\\boxed{$}", "$", False), ("nan", float("nan"), False), ("1e999", float("inf"), False),
-    # symbolic answers: equal as plain text or not paid
+    "symbolic answers: equal as plain text or not paid",
     ("\\boxed{\\sqrt{5}}", "$\\sqrt{5}$", True), ("\\boxed{\\left(1, 2\\right)}", "(1,2)", True),
     ("\\boxed{x}", "y", False), ("\\boxed{\\dfrac{x}{2}}", "\\frac{x}{2}", True), ("The answer is (C).", "C", True),
     ("Answer: D", "C", False), ("\\boxed{\\text{even}}", "even", True), ("\\boxed{(0, 1]}", "[0,1]", False),
     ("\\boxed{2x}", "2x", True), ("\\boxed{\\frac{1}{23}x}", "\\frac{12}{3}x", False), ("\\boxed{3, 5}", "5, 3", False),
     ("\\boxed{(3,5)}", "35", False),
-    # what would be huge ends at once
+    "what would be huge ends at once",
     ("9^9^9^9", "9", False), ("\\boxed{9^{9^9}}", "9", False), ("\\boxed{(10^9)!}", "10", False),
     ("1e999999999", 1, False), ("#### " + "3" * 5000, "3", False), ("2" * 5000, 2, False), ("1e-99999", "0", False),
     ("7", 10**5000, False),
@@ -1235,9 +1294,38 @@ FRAGMENTS = (
 ).split() + [" ", "\n", "\xa0", "\r"]
 
 
-def test_cases():
-    wrong = [case for case in REWARD_CASES if grpo.answer_is_correct(*case[:2]) is not case[2]]
-    assert len(REWARD_CASES) >= 260 and not wrong
+def test_cases(monkeypatch):
+    """With `-s`, a table by class. By grpo.py alone: math-verify, if it is installed, is not asked."""
+    monkeypatch.setattr(grpo, "symbolically_equal", lambda *texts: False)
+    table, wrong = {}, []
+    for case in REWARD_CASES:
+        if isinstance(case, str):
+            verdicts = table.setdefault(case, [])
+        else:
+            verdicts.append(grpo.answer_is_correct(*case[:2]) is case[2])
+            wrong += [] if verdicts[-1] else [case]
+    print("", *(f"{sum(verdicts):4} of {len(verdicts):3} right: {kind}" for kind, verdicts in table.items()), sep="\n")
+    assert sum(map(len, table.values())) >= 260 and not wrong
+
+
+SYMBOLIC = [("\\boxed{3+2i}", "2i+3", True), ("\\boxed{(1,\\frac{9}{2})}", "(1,4.5)", True), ("\\boxed{x+1}", "1+x", True),
+            ("\\boxed{x+1}", "x+2", False), ("\\boxed{9^9^9^9}", "x^9^9^9", False), ("\\boxed{(10^9)!}", "x!", False),
+            ("#### 72 (that is 8 rows of 9)", "9", False), ("#### 0.0000002", "0.0000001", False)]
+
+
+@pytest.mark.parametrize("completion, gold, right", SYMBOLIC)
+def test_symbolic_answers_by_math_verify(completion, gold, right):
+    """Without the package they are compared as text."""
+    pytest.importorskip("math_verify")
+    started = time.time()
+    assert grpo.answer_is_correct(completion, gold) is right and time.time() - started < 5    # the first import
+
+
+def test_math_verify_is_asked_only_about_what_is_no_number(monkeypatch):
+    asked = []
+    monkeypatch.setattr(grpo, "symbolically_equal", lambda *texts: asked.append(texts) or True)
+    assert [grpo.answer_is_correct(*case[:2]) for case in SYMBOLIC] == [True] * 6 + [False] * 2 and len(asked) == 6
+    assert not grpo.answer_is_correct("no answer", "x") and not grpo.answer_is_correct("", "x")
 
 
 def test_extract_answer():
@@ -1762,7 +1850,7 @@ def test_bad_command_line(flags, words, place, no_weights):
 
 
 @pytest.mark.parametrize("reward, line", [
-    ("misspelt", r"grpo.py \(rank \d\): the reward failed on every completion of a step, .*'splitt'"),
+    ("misspelt", r"grpo.py \(rank \d\): the reward .*misspelt failed on every completion of a step, .*'splitt'"),
     ("short_on_rank_3", r"grpo.py \(rank 3\): the reward .*:short_on_rank_3 returned 3 values for 4 completions")])
 def test_failing_reward_ends_all_ranks(reward, line, place):
     started = time.time()
@@ -1785,7 +1873,7 @@ def without_engine(*flags) -> None:
             if os.environ["RANK"] == "0":
                 Path(os.environ["HELD"]).touch()
             time.sleep(seconds)    # broken off by what the signal raises
-            while not grpo.STATUS["signal"]:
+            while not grpo.STATUS["signal"] or os.environ["SLOW"]:
                 time.sleep(0.05)
 
     class Canned(grpo.Engine):
@@ -1821,7 +1909,7 @@ FAULTY = """--model-name-or-path {0}/tied --reward {0}/rewards.py:low --no-bf16 
 class Job:
     """A run on ranks of its own, which can be disturbed; `mark` is in the environment of all its processes."""
 
-    def __init__(self, place, out, *more, ranks=2, hold="", restarts=0):
+    def __init__(self, place, out, *more, ranks=2, hold="", slow=False, restarts=0):
         self.held, self.mark, self.folder = place / f"{out}.held", f"{time.time()}-{out}", place / out
         self.held.unlink(missing_ok=True)
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts",
@@ -1829,7 +1917,7 @@ class Job:
         self.process = subprocess.Popen(
             [sys.executable, *launcher, __file__, "without_engine", *FAULTY.format(place).split(), "--output-dir",
              str(self.folder), *map(str, more)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=ENV | {"HOLD": hold, "HELD": str(self.held), "MARK": self.mark, "OMP_NUM_THREADS": "1"})
+            env=ENV | {"HOLD": hold, "HELD": str(self.held), "SLOW": "1" * slow, "MARK": self.mark, "OMP_NUM_THREADS": "1"})
 
     def pids(self, words="") -> list[int]:
         found = []
@@ -1886,7 +1974,7 @@ def undisturbed(place):
     assert code == 0, err
     assert [m["step"] for m in lines(job.folder / "metrics.jsonl")] == list(range(7))
     assert sorted(f.name for f in job.folder.iterdir()) == [
-        "checkpoint-2", "checkpoint-4", "config.json", "metrics.jsonl", "model", "samples.jsonl"]
+        "checkpoint-4", "checkpoint-6", "config.json", "metrics.jsonl", "model", "samples.jsonl"]
     return story(job.folder)
 
 
@@ -1923,12 +2011,63 @@ def test_a_stopped_run_saves_and_goes_on_exactly(place, undisturbed, phase):
     assert f"going on after step {step}" in goes_on(place, f"stopped_{phase}", undisturbed)
 
 
+def test_a_checkpoint_goes_on_on_other_numbers_of_ranks(place, undisturbed):
+    """Saved by 2 ranks after step 4: the rows and weights of the rest are the same on 1 and 4, if samples are."""
+    for ranks in (1, 4):
+        out = place / f"on_{ranks}"
+        shutil.copytree(place / "undisturbed", out, ignore=lambda *_: ["model", "checkpoint-6"])
+        code, said, err = Job(place, f"on_{ranks}", ranks=ranks).end()
+        assert code == 0 and "going on after step 4" in said, err
+        metrics, samples, weights = story(out)
+        assert [s["prompt"] for s in samples] == [s["prompt"] for s in undisturbed[1]]
+        assert metrics[:5] == undisturbed[0][:5] and len(metrics) == 7
+        assert weights.keys() == undisturbed[2].keys() and metrics[5]["policy/updates"] == 1
+
+
+def nan_on_rank_1(place: str) -> None:
+    """On two ranks, one of which finds a gradient that is not finite: neither moves, both count it."""
+    dist.init_process_group("gloo")
+    cfg = Config(model_name_or_path=f"{place}/tied", bf16=False)
+    policy = grpo.load_policy(cfg, AutoConfig.from_pretrained(f"{place}/tied"), True, CPU, True)
+    optimizer, before = torch.optim.AdamW(policy.parameters(), lr=1e-2), weights_of(policy)
+    policy_loss = grpo.policy_loss
+    grpo.policy_loss = lambda *args, **more: (policy_loss(*args, **more)[0] * (math.nan if dist.get_rank() else 1),
+                                              policy_loss(*args, **more)[1])
+    metrics = grpo.train_on(step_groups(), policy, None, optimizer, cfg, True, CPU, 0.0)
+    assert metrics["policy/nonfinite_updates"] == 1 and metrics["policy/updates"] == 0
+    grpo.gathered()
+    assert torch.equal(weights_of(policy), before)
+    grpo.policy_loss = policy_loss
+    assert grpo.train_on(step_groups(), policy, None, optimizer, cfg, True, CPU, 0.0)["policy/updates"] == 1
+    assert not torch.equal(weights_of(policy), before)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_moves_none(place):
+    done = start(__file__, "nan_on_rank_1", place, ranks=2)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_of_bad_gradients_ends(place):
+    done = start(__file__, "without_engine", *RUN_D.format(place).replace("--eval-only", "").split(), "--num-generations",
+                 4, "--reward", f"{place}/rewards.py:low", "--learning-rate", 1e30, "--max-grad-norm", 1e30,
+                 "--warmup-steps", 0, "--max-skipped-steps", 3, "--output-dir", place / "bad_gradients")
+    assert done.returncode == 2 and "3 steps in a row had a gradient that was not finite" in done.stderr, done.stderr
+    skipped = [m["policy/nonfinite_updates"] for m in lines(place / "bad_gradients" / "metrics.jsonl")[1:]]
+    assert skipped[-2:] == [1, 1]    # the third ended the run
+
+
 @pytest.mark.faults
 def test_a_second_signal_ends_at_once(place):
-    job = Job(place, "twice", hold="saving:1")
+    job = Job(place, "twice", hold="saving:1", slow=True)
     job.wait_until_held()
     for rank in job.ranks():
         os.kill(rank, 15)
+        os.kill(rank, 15)    # the same once more, as by torchrun
+    time.sleep(3)
+    assert job.process.poll() is None
+    for rank in job.ranks():
         os.kill(rank, 15)
     started = time.time()
     assert job.end()[0] != 0 and time.time() - started < 10
