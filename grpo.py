@@ -78,7 +78,7 @@ class Config:
     vllm_enable_sleep_mode: bool = True    # free vLLM's GPU memory while training
     vllm_enforce_eager: bool | None = None    # no compilation, no CUDA graphs. Default: in short runs on the CPU
     # --- reward
-    reward: tuple[str, ...] = ("correct",)    # each `name` or `name:weight`, of REWARDS or path.py:function; added up
+    reward: tuple[str, ...] = ("correct",)    # correct, format, reasoning_gym or path.py:function, each with :weight
     reward_timeout: float = 10.0    # seconds a call of a reward may take
     soft_overlong_share: float = 0.0    # over this last share of the allowed tokens the reward falls by up to 1 (DAPO)
     mask_truncated_completions: bool = False    # leave them out of the loss; not out of their group's mean and std
@@ -1406,8 +1406,10 @@ class Trainer:
                       "best": max(state["best"], found.get("eval/accuracy", -1.0))}
         state["metrics"], metrics["time/elapsed"] = None, state["elapsed"]
         self.run.write("metrics.jsonl", [metrics])
-        say(step_line(metrics, cfg) if metrics["step"] else "before the first step: " + ", ".join(
-            f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")))
+        if metrics["step"]:
+            say(step_line(metrics, cfg))
+        elif state["evals"][0]:
+            say("before the first step: " + ", ".join(f"{name} {x:.3f}" for name, x in state["evals"][0].items()))
 
 def fail(e: BaseException, name: str) -> None:
     """The first rank to fail says why; all end at once, as the others may wait in a collective: torchrun ends them."""

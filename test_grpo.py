@@ -2058,6 +2058,27 @@ def test_a_run_of_bad_gradients_ends(place):
     assert skipped[-2:] == [1, 1]    # the third ended the run
 
 
+@pytest.mark.parametrize("error, code, words", [
+    (MemoryError("too much"), 2, "grpo.py: out of memory during training: lower --tokens-per-micro-batch"),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 1 byte"), 2, "DefaultCPUAllocator"),
+    (torch.OutOfMemoryError("CUDA out of memory."), 2, "--gradient-checkpointing"), (UserError("wrong"), 2, "grpo.py: wrong"),
+    (ValueError("odd"), 1, "ValueError: odd\ngrpo.py: failed during training")])
+def test_the_first_to_fail_says_why(monkeypatch, capsys, error, code, words):
+    """The claim is a counter in the store of all ranks: only the first one speaks."""
+    class Ended(BaseException): pass
+    def end(status):
+        raise Ended(status)
+    for store, speaks in ((None, True), (dist.HashStore(), True), (dist.HashStore(), False)):
+        monkeypatch.setitem(grpo.STATUS, "store", store)
+        monkeypatch.setitem(grpo.STATUS, "phase", "training")
+        monkeypatch.setattr(os, "_exit", end)
+        if not speaks:
+            store.add("failed", 1)
+        with pytest.raises(Ended) as ended:
+            grpo.fail(error, "grpo.py")
+        assert ended.value.args == (code,) and (words in capsys.readouterr().err) == speaks
+
+
 @pytest.mark.faults
 def test_a_second_signal_ends_at_once(place):
     job = Job(place, "twice", hold="saving:1", slow=True)
