@@ -18,7 +18,8 @@ Where it differs from the paper:
 """
 import ctypes, functools, hashlib, importlib.util, inspect, itertools, json, logging, math, multiprocessing, numbers
 import os, random, re, resource, runpy, shutil, signal, sys, time, traceback, unicodedata, warnings
-from concurrent.futures import BrokenExecutor, CancelledError, ProcessPoolExecutor
+from collections import Counter
+from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from multiprocessing import forkserver
@@ -159,6 +160,9 @@ def check_config(c: Config, world_size: int) -> None:
              "{} goes with --loss-type grpo only, and not with --use-bias-correction-kl"),
             ("use_bias_correction_kl kl_target ref_model_sync_steps", lambda x: not x or c.beta > 0,
              "{} needs a --beta above 0"),
+            ("reward", lambda x: all(x) and len(reward_weights(c)) == len(x) > 0, "takes different rewards, got {}"),
+            ("eval_dataset", lambda x: len({Path(name).stem for name in x}) == len(x),
+             "takes sets whose names differ before the last dot, got {}: the metrics are called so"),
             ("prompt_template", lambda x: "{prompt}" in x, "must contain {{prompt}}, got {!r}"),
             ("eval_only", lambda x: not x or c.eval_size, "needs an --eval-size above 0"),
             ("vllm_gpu_memory_utilization", lambda x: 0 < x < 1, "is a share between 0 and 1, got {}"),
@@ -236,9 +240,9 @@ def standard_row(row: Any, cfg: Config) -> dict:
     column = next((name for name in names if isinstance(row, dict) and name in row), None)
     need(column, f"a row needs a column {' or '.join(f'`{name}`' for name in names)}, this one is {str(row):.80}")
     answer = cfg.answer_column or ("answer" if "answer" in row else "solution")
-    row = row | {"prompt" if column == "prompt" else "question": row[column]}
-    row |= {"answer": row[answer]} if answer in row else {}
     prompt = row[column]
+    named = {"prompt" if column == "prompt" else "question": prompt, **({"answer": row[answer]} if answer in row else {})}
+    row = {name: value for name, value in row.items() if name not in ("prompt", "answer")} | named
     for message in prompt if isinstance(prompt, list) and prompt else [{"role": "user", "content": prompt}]:
         text = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(t, str) and t.strip() for t in text):
@@ -275,7 +279,8 @@ def load_data(cfg: Config, tokenizer) -> tuple[list[Row], dict[str, list[Row]]]:
     train, held_out = arithmetic_rows(cfg) if cfg.dataset == "arithmetic" else (
         read_rows(cfg.dataset, cfg, cfg.dataset_split), None)
     if cfg.eval_dataset:
-        sets = {name: read_rows(name, cfg, cfg.eval_split)[:cfg.eval_size] for name in cfg.eval_dataset}
+        sets = {name: (arithmetic_rows(cfg)[1] if name == "arithmetic" else read_rows(name, cfg, cfg.eval_split))
+                [:cfg.eval_size] for name in cfg.eval_dataset}
     else:
         sets = {cfg.dataset: train[:cfg.eval_size] if held_out is None else held_out}
         train = train[cfg.eval_size:] if held_out is None else train
@@ -445,7 +450,7 @@ REWARDS = {"correct": correct, "format": marked, "reasoning_gym": gym_score}
 
 def reward_weights(cfg: Config) -> dict[str, float]:
     """Weight of each reward that --reward names."""
-    specs = [re.fullmatch(r"(.+?)(?::([-+]?[\d.]+(?:e-?\d+)?))?", spec) for spec in cfg.reward]
+    specs = [re.fullmatch(r"(.+?)(?::([-+]?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?))?", spec) for spec in cfg.reward]
     return {spec[1]: float(spec[2] or 1) for spec in specs}
 
 @functools.cache
@@ -494,6 +499,7 @@ class RewardPool:
 
     def __init__(self, cfg: Config, workers: int):
         self.cfg, self.weights, self.workers = cfg, reward_weights(cfg), workers
+        self.names = [*self.weights]    # what is asked for
         for name in self.weights:
             load_reward(name)    # to complain before anything else is loaded
         self.start()
@@ -506,29 +512,41 @@ class RewardPool:
 
     def ask(self, calls: list[tuple[str, list[Sample]]]) -> list[list | str]:
         """Each call's rewards, or in their place what went wrong."""
-        executor, answers = self.executor, []
-        for future in [executor.submit(call_reward, *call) for call in calls]:
+        executor, futures, answers = self.executor, [], []
+        for call in calls:
+            try:
+                futures.append(executor.submit(call_reward, *call))
+            except BrokenExecutor as e:    # a worker has died meanwhile
+                futures.append(Future())
+                futures[-1].set_exception(e)
+        for future in futures:
             try:
                 answers.append(future.result(self.cfg.reward_timeout))
             except (TimeoutError, BrokenExecutor, CancelledError) as e:
                 answers.append(f"took over --reward-timeout {self.cfg.reward_timeout:g} s"
                                if isinstance(e, TimeoutError) else "its process died")
                 if self.executor is executor:    # no worker can be stopped alone
-                    for process in [*executor._processes.values()]:
+                    for process in [*(executor._processes or {}).values()]:
                         process.kill()
                     self.start()
         return answers
 
     def score(self, groups: list[list[Sample]]) -> list[str]:
         """Sets the samples' rewards, each and their weighted sum. A failed one is 0, and in what is returned."""
-        names, failures = self.weights | {"correct": 0.0} if groups and all(
-            "answer" in g[0].row.columns for g in groups) else self.weights, []
-        calls = [(name, group) for name in names for group in groups]
+        calls = [(name, group) for name in self.names for group in groups]
+        failures, good, bad = [], Counter(), Counter()
         for (name, group), answer in zip(calls, self.ask(calls)):
-            for i, s in enumerate(group):    # where it failed, once more, one at a time: the others keep their rewards
-                [mine] = self.ask([(name, [s])]) if isinstance(answer, str) else [[answer[i]]]
-                failures += [f"{name}: {mine}, on {s.text!r:.200}"] if isinstance(mine, str) else []
-                s.rewards[name] = 0.0 if isinstance(mine, str) else mine[0]
+            hopeless = bad[name] >= 16 and not good[name]    # it would only take long
+            if isinstance(answer, str) and not hopeless:    # once more: the fault may be another call's
+                [answer] = self.ask([(name, group)])
+            for i, s in enumerate(group):    # then one at a time: the others of the group keep their rewards
+                mine = answer[i:i + 1] if isinstance(answer, list) else answer
+                if isinstance(mine, str) and not hopeless and len(group) > 1:
+                    [mine] = self.ask([(name, [s])])
+                failed = isinstance(mine, str)
+                (bad if failed else good)[name] += 1
+                failures += [f"{name}: {mine}, on {s.text!r:.200}"] * failed
+                s.rewards[name] = 0.0 if failed else mine[0]
         for s in itertools.chain(*groups):
             given = [(weight, s.rewards[name]) for name, weight in self.weights.items() if s.rewards[name] is not None]
             s.reward = sum(weight * value for weight, value in given) if given else None
@@ -945,7 +963,7 @@ def engine_weights(gap: Tensor, sequence: Tensor, mode: str, maximum: float) -> 
     """What corrects the surrogate for the engine having sampled, from gap = log pi_old/mu [T] -> [T]: pi_old/mu of the
     token, or of its whole completion, above the maximum cut (truncate) or 0 (mask)."""
     weights = (per_sequence(gap, sequence) if mode == "sequence_mask" else gap).exp()
-    return weights.clamp(max=maximum) if mode == "token_truncate" else weights * (weights <= maximum)
+    return weights.clamp(max=maximum) if mode == "token_truncate" else weights.masked_fill(weights > maximum, 0.0)
 
 # --- update -----------------------------------------------------------------------------------------------------------
 def learning_rate(step: int, cfg: Config) -> float:
@@ -1007,12 +1025,12 @@ def train_on(groups: list[list[Sample]], policy: Policy, reference: Policy | Non
     seen = list(itertools.chain(*shares))    # all ranks' micro-batches
     total = lambda name: sum(sums[name] for sums in seen)
     peak = lambda name: torch.tensor([0.0, *(sums[name] for sums in seen)]).max().item()
-    tokens, count = max(total("tokens"), 1), max(len(norms), 1)
+    tokens, count = total("tokens"), max(len(norms), 1)
+    mean = lambda name: total(name) / tokens if tokens else None    # no update, no measure
     return {"policy/loss": total("loss") / count, "policy/grad_norm": sum(norms) / count,
-            "policy/entropy": total("entropy") / tokens,
-            **({"policy/kl": total("kl") / tokens, "policy/beta": beta} if reference else {}),
-            "policy/clip_low": total("clip_low") / tokens, "policy/clip_high": total("clip_high") / tokens,
-            "policy/ratio_max": peak("ratio_max"), "policy/engine_gap_mean": total("gap") / tokens,
+            "policy/entropy": mean("entropy"), **({"policy/kl": mean("kl"), "policy/beta": beta} if reference else {}),
+            "policy/clip_low": mean("clip_low"), "policy/clip_high": mean("clip_high"),
+            "policy/ratio_max": peak("ratio_max"), "policy/engine_gap_mean": mean("gap"),
             "policy/engine_gap_max": peak("gap_max"), "policy/updates": len(norms),
             "policy/skipped_updates": len(updates) - len(norms), "policy/nonfinite_updates": skipped}
 
@@ -1067,6 +1085,7 @@ def load_checkpoint(run: "Run", tensors: dict[str, Tensor], data: str) -> dict |
             break
         except (OSError, ValueError, KeyError, AssertionError) as e:
             say(f"warning: {folder} is damaged, trying the one before ({type(e).__name__}: {e})")
+            folder.rename(folder.with_suffix(".damaged"))    # so that it doesn't count as one to keep
     dist.broadcast_object_list(found)
     folder, state = found
     if folder:
@@ -1091,6 +1110,9 @@ def progress(phase: str, iterable=None, total: int | None = None, **_):
     from tqdm import tqdm
     return tqdm(iterable, total=total, desc=phase, leave=False, dynamic_ncols=True, disable=not ON_TERMINAL)
 
+FREE_FLAGS = {"tokens_per_micro_batch", "gradient_checkpointing", "ref_cpu_offload", "vllm_gpu_memory_utilization",
+              "reward_timeout", "max_skipped_steps", "save_steps", "save_total_limit"}    # a run may go on with others
+
 class Run:
     """The run's folder: config.json, metrics.jsonl, samples.jsonl, checkpoints and at the end the model. Rank 0 writes
     it; the lines of a step at once, so that a killed run leaves whole ones."""
@@ -1105,7 +1127,7 @@ class Run:
                     file.with_suffix(".new").write_text(json.dumps(flags, indent=1))
                     file.with_suffix(".new").rename(file)
                 old = json.loads(file.read_text())
-                for name in [name for name in flags if old.get(name) != flags[name]][:1]:
+                for name in [name for name in flags if old.get(name) != flags[name] and name not in FREE_FLAGS][:1]:
                     chosen = [UserError(f"--output-dir {file.parent} holds a run with --{name.replace('_', '-')} "
                                         f"{old.get(name)}, not {flags[name]}: name another, or give the same flags")]
             except (OSError, ValueError) as e:
@@ -1124,7 +1146,10 @@ class Run:
         try:
             if dist.get_rank() == 0:
                 with open(self.folder / file, "ab", buffering=0) as f:
-                    f.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+                    size, lines = f.tell(), "".join(json.dumps(row) + "\n" for row in rows).encode()
+                    if f.write(lines) < len(lines):
+                        f.truncate(size)
+                        raise OSError("there is no room for a line")
         except OSError as e:    # a full disk costs the lines, not the run
             say(f"warning: {self.folder / file} can't be written: {e}; the run goes on" * (not self.lost))
             self.lost = True
@@ -1136,11 +1161,17 @@ class Run:
 
     def rewind(self, step: int, evaluated: bool) -> None:
         """Drops the lines of what comes after a checkpoint, to be done once more, and one that a killed run cut."""
-        when = lambda row: (row["step"], row.get("split") != "train")
-        for file in self.folder.glob("*.jsonl") if dist.get_rank() == 0 else []:
-            with open(file) as old, open(file.with_suffix(".new"), "w") as new:
-                new.writelines(x for x in old if x.endswith("\n") and when(json.loads(x)) <= (step, evaluated))
-            file.with_suffix(".new").rename(file)
+        def stays(line):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                return False
+            return line.endswith("\n") and (row["step"], row.get("split") != "train") <= (step, evaluated)
+        for file in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
+            if dist.get_rank() == 0 and file.exists():
+                with open(file) as old, open(file.with_suffix(".new"), "w") as new:
+                    new.writelines(filter(stays, old))
+                file.with_suffix(".new").rename(file)
 
 def reward_table(groups: list[list[Sample]]) -> Tensor:
     return torch.tensor([[math.nan if s.reward is None else s.reward for s in g] for g in groups], dtype=torch.float64)
@@ -1168,17 +1199,19 @@ def alarms(m: dict[str, float], first: Sample) -> set[str]:
         f"no completion got a reward, so there is nothing to learn from; one was {first.text!r:.200}, read as "
         f"{extract_answer(first.text)!r:.50}": m["step"] == 3 and m["reward/mean"] == m["reward/std"] == 0,
         "rewards differ within no group: nothing to learn from": m["reward/zero_std_groups"] == 1,
-        "more than a nat a token of KL to the reference": m.get("policy/kl", 0) > 1,
+        "more than a nat a token of KL to the reference": (m.get("policy/kl") or 0) > 1,
         "nearly all completions are cut at --max-completion-length": m["completion/truncated"] > 0.95,
-        "vLLM and trainer drift apart (policy/engine_gap_mean)": m["policy/engine_gap_mean"] > 0.25}.items() if so}
+        "vLLM and trainer drift apart (policy/engine_gap_mean)": (m["policy/engine_gap_mean"] or 0) > 0.25,
+    }.items() if so}
 
 def step_line(m: dict[str, float], cfg: Config) -> str:
     left = m["time/elapsed"] / m["step"] * (cfg.max_steps - m["step"])
-    measured = lambda label, name: [f"{label} {m[name]:.3f}"] if name in m else []
+    measured = lambda label, name: [f"{label} {m[name]:.3f}"] if m.get(name) is not None else []
+    clipped = (m["policy/clip_low"] or 0) + (m["policy/clip_high"] or 0)
     return " | ".join([
         f"step {m['step']:>{len(str(cfg.max_steps))}}/{cfg.max_steps}", f"reward {m['reward/mean']:.3f}",
         *measured("accuracy", "eval/accuracy"), f"length {m['completion/length_mean']:.1f}",
-        *measured("kl", "policy/kl"), f"clipped {m['policy/clip_low'] + m['policy/clip_high']:.1%}",
+        *measured("kl", "policy/kl"), f"clipped {clipped:.1%}",
         f"{m['time/tokens_per_second']:.0f} tokens/s", f"{m['time/step']:.1f} s",
         f"{left // 60:.0f}:{left % 60:02.0f} left"])
 
@@ -1214,6 +1247,7 @@ def on_signal(number: int, frame) -> None:
         os._exit(128 + number)
     STATUS.update(signal=number, since=time.time())
     if STATUS["breakable"]:
+        STATUS["breakable"] = False
         raise Broken
 
 def gathered(value: Any = None, may_stop: bool = True) -> list:
@@ -1234,11 +1268,13 @@ def rollout(engine: Engine, rows: list[Row], n: int, temperature: float, seed: i
     STATUS["phase"] = phase
     try:
         STATUS["breakable"] = True
+        if STATUS["signal"]:    # it came before
+            raise Broken
         groups = engine.sample(share, n, temperature, seed * world_size + rank, phase)
         failures = pool.score(groups)
         STATUS["breakable"] = False
     except Broken:
-        pass
+        STATUS["breakable"] = False
     groups, failures = (list(itertools.chain(*shares)) for shares in zip(*gathered((groups, failures))))
     if failures:
         say(f"warning: a reward failed on {len(failures)} of {len(rows) * n} completions, now 0: {failures[-1]}")
@@ -1284,6 +1320,8 @@ class Trainer:
         self.cfg, self.device, self.pool = cfg, device, RewardPool(cfg, max(1, min(8, torch.get_num_threads())))
         model_config, self.tokenizer, stop_ids = load_tokenizer(cfg)
         rows, self.held_out = load_data(cfg, self.tokenizer)
+        if all("answer" in row.columns for row in itertools.chain(rows, *self.held_out.values())):
+            self.pool.names = [*{*self.pool.names, "correct"}]    # a metric, if it isn't a reward
         self.run, self.loader = Run(cfg), Loader(rows, cfg.seed)
         if (self.run.folder / "model").exists():
             say(f"{self.run.folder} holds this run, complete")
@@ -1349,7 +1387,8 @@ class Trainer:
             groups, failed = rollout(
                 self.engine, self.loader.next(cfg.prompts_per_step), cfg.num_generations, cfg.temperature,
                 (cfg.seed * 1_000_003 + step) * rounds + i, self.pool, "sampling")
-            kept += groups if rounds == 1 else filter(has_signal, groups)
+            kept += groups if rounds == 1 else [group for group in groups if len(    # without the length's part in it
+                {round(s.reward - s.rewards.get("overlong", 0.0), 9) for s in group if s.reward is not None}) > 1]
             failures += failed
             if len(kept) >= cfg.prompts_per_step:
                 break
@@ -1387,13 +1426,14 @@ class Trainer:
                     "time/peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else
                     resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}    # of rank 0 so far
         kl, target, skipped = metrics.get("policy/kl"), cfg.kl_target, metrics["policy/nonfinite_updates"]
+        # Adaptive beta: PPO, arXiv:1707.06347, section 4.
+        adapt = 1 if not target or kl is None else 2 if kl > 1.5 * target else 0.5 if kl < target / 1.5 else 1
         for alarm in (found := alarms(metrics, groups[0][0])) - {*state["alarms"]}:
             say(f"warning: step {step}: {alarm}")
-        # Adaptive beta: PPO, arXiv:1707.06347, section 4.
         state |= {"step": step, "drawn": self.loader.drawn, "elapsed": state["elapsed"] + loaded - began,
                   "skipped": state["skipped"] + 1 if skipped else 0, "alarms": [*found],
-                  "beta": state["beta"] * (1 if not target else 2 if kl > 1.5 * target else 0.5 ** (kl < target / 1.5)),
-                  "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()}}
+                  "beta": state["beta"] * adapt, "metrics": {
+                      name: x if x is not None and math.isfinite(x) else None for name, x in metrics.items()}}
 
     def finish_step(self) -> None:
         """Evaluates if it is time to, and writes and shows the step's metrics."""
@@ -1438,8 +1478,8 @@ def main() -> None:
         check_config(cfg, world_size)
         need("RANK" in os.environ,
              "start it with torchrun: torchrun --standalone --nproc-per-node <GPUs, or 1> grpo.py ...")
-        need(cfg.output_dir or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
-             "torchrun --max-restarts needs an --output-dir, where a restart finds the run")
+        need(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or cfg.output_dir and world_size == local_size,
+             "torchrun --max-restarts needs an --output-dir, where a restart finds the run, and a single machine")
         import transformers
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()

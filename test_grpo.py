@@ -127,6 +127,8 @@ def test_engine_weights(mode, expected):
     """Of two completions with log pi_old/mu of -0.2 and 1, and of 0 and 0.5; the first's product is e^0.8 > 2."""
     got = grpo.engine_weights(f64([-0.2, 1, 0, 0.5]), torch.tensor([4, 4, 1, 1]).sub(1), mode, 2.0)
     assert got.tolist() == approx(expected)
+    far = grpo.engine_weights(torch.tensor([90.0, 800.0]), torch.tensor([0, 0]), mode, 2.0)    # whose exp is inf
+    assert far.tolist() == ([2, 2] if mode == "token_truncate" else [0, 0])
 
 
 @pytest.mark.parametrize("advantage, weight, beta, loss, gradient", [
@@ -502,15 +504,17 @@ def test_a_system_prompt_needs_a_chat():
     ({"problem": "a", "solution": "so \\boxed{3}"}, {}, {"question": "a", "answer": "so \\boxed{3}"}),
     ({"problem": "a", "question": "b", "solution": "3", "answer": 4}, {}, {"question": "b", "answer": 4}),
     ({"q": "a", "gold": 1}, {"prompt_column": "q", "answer_column": "gold"}, {"question": "a", "answer": 1}),
-    ({"prompt": "a", "q": "b", "answer": 2}, {"prompt_column": "prompt"}, {"prompt": "a", "answer": 2})])
+    ({"prompt": "a", "q": "b", "answer": 2}, {"prompt_column": "prompt"}, {"prompt": "a", "answer": 2}),
+    ({"prompt": "no", "q": "a", "answer": "no", "gold": 3}, {"prompt_column": "q", "answer_column": "gold"},
+     {"question": "a", "answer": 3})])
 def test_columns(row, flags, expected):
     got = grpo.standard_row(row, Config(**flags))
-    assert got == row | expected
+    assert got == {k: v for k, v in row.items() if k not in ("prompt", "answer")} | expected
 
 
 @pytest.mark.parametrize("row, flags, words", [
     ({"question": "a", "answer": 1}, {"prompt_column": "q"}, "column `q`"),
-    ({"question": "a", "gild": 1}, {"answer_column": "gold"}, "column `gold`")])
+    ({"question": "a", "answer": 1}, {"answer_column": "gold"}, "column `gold`")])
 def test_a_missing_column_is_named(row, flags, words):
     with pytest.raises(UserError, match=words):
         grpo.standard_row(row, Config(**flags))
@@ -621,6 +625,8 @@ def test_load_data_sets_held_out_rows_aside(tmp_path):
         {"loss_type": "dapo"}, {"loss_type": "dr_grpo"}, {"loss_type": "cispo"},
         {"use_bias_correction_kl": True, "beta": 0.1})),
     ("delta", {"delta": 3.0, "loss_type": "cispo"}), ("soft_overlong_share", {"soft_overlong_share": 1.5}),
+    *(("reward", {"reward": x}) for x in ((), ("",), ("correct", "correct:2"))),
+    ("eval_dataset", {"eval_dataset": ("a/test.jsonl", "b/test.jsonl")}),
     ("prompt_template", {"prompt_template": "no place"}), ("eval_only", {"eval_only": True, "eval_size": 0}),
     *((name, {name: math.nan}) for name in ("learning_rate", "temperature", "beta", "delta")),
     *((name, {name: 1.0}) for name in ("epsilon", "adam_beta2", "vllm_gpu_memory_utilization")),
@@ -734,12 +740,39 @@ def some(completions):
     assert pool("correct:2", f"{length}:0.5", f"{some}:-1").score([group]) == []
     assert [s.reward for s in group] == [2 + 0.5 - 1, 0.5 - 1, 2 + 3.0]    # None is left out of the sum
     assert group[2].rewards == {"correct": 1.0, length: 6.0, some: None}
-    group = reward_group(("7", "88", "99"))
-    pool(some).score([group])
+    group, more = reward_group(("7", "88", "99")), pool(some)
+    more.names.append("correct")    # a metric beside the reward
+    more.score([group])
     assert [s.reward for s in group] == [1.0, None, None] and group[1].rewards["correct"] == 0
     advantages = grpo.group_advantages(f64([[1, math.nan, 0, 0], [math.nan, math.nan, 1, 1], [math.nan] * 4]))
     torch.testing.assert_close(advantages, torch.tensor([[1.4142, 0, -0.7071, -0.7071], [0] * 4, [0] * 4]), atol=1e-4,
                                rtol=0)
+
+
+def test_a_worker_that_died_between_two_steps_is_replaced(rules, pool):
+    [name] = rules("def length(completions):\n    return [len(c) for c in completions]\n")
+    few = pool(name)
+    assert few.score([reward_group()] * 4) == []
+    for process in few.executor._processes.values():
+        process.kill()
+    time.sleep(1)
+    group = reward_group()
+    assert few.score([group] * 9) == [] and [s.reward for s in group] == [1, 2, 3]
+
+
+def test_a_reward_that_looks_at_its_group_gets_it_whole_again(rules, pool):
+    """Another group's crash doesn't split it."""
+    [name] = rules("def rank(completions):\n    if 'die' in completions:\n        os._exit(0)\n"
+                   "    return [len(completions)] * len(completions)\n")
+    groups = [reward_group() for _ in range(6)] + [reward_group(("die", "a", "b"))]
+    failures = pool(name).score(groups)
+    assert [[s.reward for s in group] for group in groups] == [[3] * 3] * 6 + [[0, 1, 1]] and len(failures) == 1
+
+
+def test_a_reward_that_always_hangs_is_given_up(rules, pool):
+    [name] = rules("def hang(completions):\n    time.sleep(99)\n")
+    groups, started = [reward_group(("a", "b", "c", "d", "e", "f", "g", "h")) for _ in range(12)], time.time()
+    assert len(pool(name, reward_timeout=0.3).score(groups)) == 96 and time.time() - started < 60
 
 
 def test_soft_overlong_punishment(pool):
@@ -968,6 +1001,20 @@ def test_pass_at_k(monkeypatch, tmp_path):
     assert both == approx({f"eval/{name}/{k}": v for name in "ab" for k, v in expected.items()})
 
 
+def test_dynamic_sampling_does_not_count_lengths(monkeypatch):
+    trainer = grpo.Trainer.__new__(grpo.Trainer)
+    trainer.cfg = Config(prompts_per_step=2, num_generations=2, dynamic_sampling_rounds=1 + 1)
+    trainer.engine = trainer.pool = None
+    trainer.loader = Loader([Row("", [i], {}) for i in range(100)], 0)
+    groups = make_groups([(1, [1, 1]), (1, [1, 1])], [[0.7, 0.9], [0.1, 0.9]])
+    for group, overlong in zip(groups, ([-0.3, -0.1], [-0.9, 0.0])):    # all right, and one right and the other long
+        for s, part in zip(group, overlong):
+            s.rewards["overlong"] = part
+    groups[1][1].reward = 0.0
+    monkeypatch.setattr(grpo, "rollout", lambda *args: (groups, 0))
+    assert trainer.sample(1)[0] == [groups[1]] * 2
+
+
 @pytest.mark.parametrize("rounds, drawn, kept, counts", [
     (1, ["e11"], "e11", (1, 0)), (3, ["e1e", "2e3"], "123", (2, 3)), (3, ["1ee", "eee", "e2e"], "12", (3, 7)),
     (2, ["eee", "eee"], "eee", (2, 3)), (4, ["12e", "345"], "123", (2, 3))])
@@ -996,6 +1043,22 @@ def test_what_is_left_of_a_step_is_normalised_by_itself(models, losses):
     assert grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU, 0.0)["policy/updates"] == 2
     assert sum(losses[0][1]) == approx(1) == sum(losses[1][1])
     assert grpo.train_on([], policy, None, optimizer, cfg, True, CPU, 0.0)["policy/updates"] == 0
+
+
+def test_a_signal_that_comes_twice_breaks_off_once(monkeypatch):
+    for name, value in (("signal", 0), ("breakable", True), ("since", 0.0)):
+        monkeypatch.setitem(grpo.STATUS, name, value)
+    with pytest.raises(grpo.Broken):
+        grpo.on_signal(15, None)
+    grpo.on_signal(15, None)    # by torchrun too: nothing is broken off outside of sampling and scoring
+    assert grpo.STATUS["signal"] == 15 and not grpo.STATUS["breakable"]
+
+
+def test_a_signal_before_sampling_breaks_it_off(monkeypatch, models):
+    for name, value in (("signal", 2), ("breakable", False)):
+        monkeypatch.setitem(grpo.STATUS, name, value)
+    with pytest.raises(grpo.Stopped):
+        grpo.rollout(None, [Row("", [1], {})], 2, 1.0, 0, None, "evaluation")    # no engine is asked
 
 
 @pytest.mark.parametrize("change, words", [
@@ -1064,6 +1127,7 @@ def test_a_damaged_checkpoint_is_passed_over(models, tmp_path, capsys, damage, f
     go_on()
     assert grpo.load_checkpoint(run, tensors, "")["step"] == 9 and torch.equal(weights_of(policy), before)
     assert f"{run.folder}/checkpoint-10 is damaged" in capsys.readouterr().out
+    assert [folder.name for folder in run.checkpoints()] == ["checkpoint-9"]    # the damaged one is not among those kept
 
 
 def test_checkpoints_are_few_and_whole(models, tmp_path, capsys):
@@ -1096,6 +1160,7 @@ def test_a_checkpoint_of_another_model_is_refused(models, tmp_path):
 def test_a_folder_of_another_run_is_refused(models, tmp_path):
     cfg = Config(output_dir=str(tmp_path / "run"), reward=("correct", "format:0.5"))
     assert grpo.Run(cfg).folder == grpo.Run(cfg).folder
+    grpo.Run(replace(cfg, tokens_per_micro_batch=64, gradient_checkpointing=True))    # what running out of memory advises
     for flags, words in (({"learning_rate": 1.0}, "--learning-rate 3e-05, not 1.0"), ({"reward": ("format",)}, "--reward")):
         with pytest.raises(UserError, match=f"holds a run with {words}"):
             grpo.Run(replace(cfg, **flags))
@@ -1114,8 +1179,10 @@ def test_rewind(models, tmp_path, evaluated, eval_kept):
         run.write("metrics.jsonl", [{"step": step}])
         run.write("samples.jsonl", [{"step": step, "split": "train"}] + [{"step": step, "split": "eval"}] * (step % 2 == 0))
     with open(run.folder / "metrics.jsonl", "a") as f:
-        f.write('{"step": 1, "x')    # a run killed while it wrote
+        f.write('{"step": 1, "x{"step": 1}\n{"step": 1, "x')    # a full disk, and a run killed while it wrote
+    (run.folder / "mine.jsonl").write_text('{"question": "a"}\n')
     run.rewind(2, evaluated)
+    assert (run.folder / "mine.jsonl").read_text() == '{"question": "a"}\n'
     samples = lines(run.folder / "samples.jsonl")
     assert [m["step"] for m in lines(run.folder / "metrics.jsonl")] == [0, 1, 2][:2 + evaluated]
     assert [s["step"] for s in samples if s["split"] == "train"] == [0, 1, 2]
