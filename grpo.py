@@ -241,7 +241,8 @@ def standard_row(row: Any, cfg: Config) -> dict:
     need(column, f"a row needs a column {' or '.join(f'`{name}`' for name in names)}, this one is {str(row):.80}")
     answer = cfg.answer_column or ("answer" if "answer" in row else "solution")
     prompt = row[column]
-    named = {"prompt" if column == "prompt" else "question": prompt, **({"answer": row[answer]} if answer in row else {})}
+    named = {"prompt" if column == "prompt" else "question": prompt}
+    named |= {"answer": row[answer]} if answer in row else {}
     row = {name: value for name, value in row.items() if name not in ("prompt", "answer")} | named
     for message in prompt if isinstance(prompt, list) and prompt else [{"role": "user", "content": prompt}]:
         text = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
