@@ -1234,6 +1234,7 @@ def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> N
         except Exception as e:    # OSError, or a kind of safetensors' own
             raise UserError(f"{folder} can't be written: {e}. With room for it, the same command goes on") from e
     dist.barrier()
+
 # --- train ------------------------------------------------------------------------------------------------------------
 class Stopped(BaseException):
     """SIGTERM or Ctrl-C, on all ranks at the same point."""
@@ -1322,7 +1323,7 @@ class Trainer:
         model_config, self.tokenizer, stop_ids = load_tokenizer(cfg)
         rows, self.held_out = load_data(cfg, self.tokenizer)
         if all("answer" in row.columns for row in itertools.chain(rows, *self.held_out.values())):
-            self.pool.names = [*{*self.pool.names, "correct"}]    # a metric, if it isn't a reward
+            self.pool.names = [*dict.fromkeys([*self.pool.names, "correct"])]    # a metric, if it isn't a reward
         self.run, self.loader = Run(cfg), Loader(rows, cfg.seed)
         if (self.run.folder / "model").exists():
             say(f"{self.run.folder} holds this run, complete")
