@@ -436,7 +436,7 @@ def correct(completions: list[str], answer: list, **_) -> list[float]:
     """The default reward: 1 where the completion's final answer equals the row's `answer`, else 0."""
     return [float(answer_is_correct(completion, gold)) for completion, gold in zip(completions, answer, strict=True)]
 
-def marked(completions: list[str], **_) -> list[float]:
+def format_reward(completions: list[str], **_) -> list[float]:
     """1 where the completion marks its answer: a box, a '####' line, an <answer> tag or 'the answer is'."""
     return [float(bool(_marked(_NOISE.sub("\n", completion)))) for completion in completions]
 
@@ -447,7 +447,7 @@ def gym_score(completions: list[str], metadata: list[dict], question: list[str],
             for completion, *values in zip(completions, question, answer, metadata)
             for row in [dict(zip(("question", "answer", "metadata"), values))]]
 
-REWARDS = {"correct": correct, "format": marked, "reasoning_gym": gym_score}
+REWARDS = {"correct": correct, "format": format_reward, "reasoning_gym": gym_score}
 
 def reward_weights(cfg: Config) -> dict[str, float]:
     """Weight of each reward that --reward names."""
@@ -639,11 +639,10 @@ def group_advantages(rewards: Tensor, scale_rewards: str = "group", baseline: st
     of all rewards, "none" by nothing (Dr. GRPO, arXiv:2503.20783). baseline: "leave_one_out" takes the mean of the
     others of the group (RLOO, arXiv:2402.14740). Returns [B, G] float32; equal rewards give exactly 0."""
     r, n = rewards.double(), (~rewards.isnan()).sum(1, keepdim=True)                    # [B, G], [B, 1]
-    advantages = r - r.nanmean(1, keepdim=True)                                         # [B, G]
-    if baseline == "leave_one_out":
-        advantages = advantages * n / (n - 1).clamp(1)
+    distance = r - r.nanmean(1, keepdim=True)                                           # [B, G]
+    advantages = distance * n / (n - 1).clamp(1) if baseline == "leave_one_out" else distance
     if scale_rewards == "group":
-        advantages = advantages / ((r - r.nanmean(1, keepdim=True)).square().nanmean(1, keepdim=True).sqrt() + 1e-6)
+        advantages = advantages / (distance.square().nanmean(1, keepdim=True).sqrt() + 1e-6)
     elif scale_rewards == "batch":
         advantages = advantages / (r[~r.isnan()].std(correction=0) + 1e-6)
     # Equal by comparison, not by the std, which rounding keeps from 0.
@@ -669,7 +668,7 @@ def set_token_weights(groups: list[list[Sample]], cfg: Config) -> list[Sample]:
 # --- packing ----------------------------------------------------------------------------------------------------------
 @dataclass
 class Batch:
-    """A micro-batch: rows of tokens for the model to read, and T scored tokens for the loss."""
+    """A micro-batch: a row of tokens for the model to read, and T scored tokens for the loss."""
     input_ids: Tensor                       # [1, N]
     position_ids: Tensor                    # [1, N]
     attention: dict[str, Any]               # what tells the model's attention who sees whom
@@ -728,28 +727,26 @@ def pack(samples: list[Sample], packed: bool, device: torch.device) -> Batch:
                    for i, (parent, length, end) in enumerate(zip(parents, lengths, ends)) if parent != i]
     positions = [range(first, first + length) for first, length in zip(firsts, lengths)]
     flat = lambda lists: torch.tensor([*itertools.chain.from_iterable(lists)], device=device)
-    batch = Batch(flat(tokens)[None], flat(positions)[None], {}, flat(score_index), flat(s.ids for s in samples),
-                  flat([i] * len(s.ids) for i, s in enumerate(samples)),
-                  flat([s.advantage] * len(s.ids) for s in samples),
-                  flat([s.token_weight] * len(s.ids) for s in samples), flat(s.engine_logprobs for s in samples))
-    if packed:
-        batch.attention = (flex_mask if device.type == "cuda" else sequence_tables)(batch, lengths, parents)
-    return batch
+    attention = (flex_mask if device.type == "cuda" else sequence_tables)(lengths, parents, device) if packed else {}
+    return Batch(flat(tokens)[None], flat(positions)[None], attention, flat(score_index), flat(s.ids for s in samples),
+                 flat([i] * len(s.ids) for i, s in enumerate(samples)),
+                 flat([s.advantage] * len(s.ids) for s in samples),
+                 flat([s.token_weight] * len(s.ids) for s in samples), flat(s.engine_logprobs for s in samples))
 
-def flex_mask(batch: Batch, lengths: list[int], parents: tuple[int, ...]) -> dict:
+def flex_mask(lengths: list[int], parents: tuple[int, ...], device: torch.device) -> dict:
     """On GPUs: FlexAttention's block mask; a token sees its own sequence up to itself, and its prompt."""
     from torch.nn.attention.flex_attention import create_block_mask
-    n, device = batch.input_ids.numel(), batch.input_ids.device
+    n = sum(lengths)
     own, prompt = (torch.tensor(numbers, device=device).repeat_interleave(torch.tensor(lengths, device=device))
                    for numbers in (range(len(parents)), parents))                       # [N] each
     sees = lambda b, h, q, k: (q >= k) & ((own[q] == own[k]) | (prompt[q] == own[k]))
     return {"attention_mask": create_block_mask(sees, None, None, n, n, device=device)}
 
-def sequence_tables(batch: Batch, lengths: list[int], parents: tuple[int, ...]) -> dict:
+def sequence_tables(lengths: list[int], parents: tuple[int, ...], device: torch.device) -> dict:
     """On the CPU: where the packed row's sequences lie, for `grouped_attention`."""
-    places = torch.arange(sum(lengths)).split(lengths)
+    places = torch.arange(sum(lengths), device=device).split(lengths)
     table = lambda numbers: pad_sequence([places[i] for i in numbers], batch_first=True, padding_value=-1)
-    causal = lambda index: torch.ones(index.shape[1], index.shape[1]).tril().bool()[None]
+    causal = lambda index: torch.ones(index.shape[1], index.shape[1], device=device).tril().bool()[None]
     completions = [i for i, parent in enumerate(parents) if i != parent]
     prompts, own = table(sorted({*parents})), table(completions)                        # [P, Lp], [C, Lc]
     above = table(parents[i] for i in completions)                                      # [C, Lp]
@@ -769,7 +766,7 @@ def grouped_attention(module, query, key, value, attention_mask, scaling, tables
         qs = q[q_index].unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [S, K, share * Lq, D]
         ks, vs = (x[k_index].transpose(1, 2) for x in (k, v))                           # [S, K, Lk, D]
         mask = mask.repeat(1, share, 1)[:, None]                                        # [S, 1, share * Lq, Lk]
-        if ks.shape[2] <= 128:    # torch's kernel is made for long sequences: plain products take a third of its time
+        if ks.shape[2] <= 128:    # torch's kernel is made for long sequences: plain products take half its time
             scores = (qs.to(exact) @ ks.to(exact).mT).mul_(scaling).masked_fill_(~mask, -torch.inf)
             out = scores.softmax(-1).to(vs.dtype) @ vs
         else:
@@ -842,9 +839,9 @@ class Policy(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         hidden = self.lm.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False,
-                                    **batch.attention).last_hidden_state                # [rows, length, D]
+                                    **batch.attention).last_hidden_state                # [1, N, D]
         # The head inside this forward: here FSDP has gathered its weight.
-        return token_logprobs(hidden.flatten(0, 1)[batch.score_index], self.lm.get_output_embeddings().weight,
+        return token_logprobs(hidden[0, batch.score_index], self.lm.get_output_embeddings().weight,
                               batch.targets, self.temperature)
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -920,6 +917,31 @@ def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered; all ranks must ask for the same tensors in the same order."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
+class Stopped(BaseException):
+    """SIGTERM or Ctrl-C, on all ranks at the same point."""
+
+class Broken(BaseException):
+    """SIGTERM or Ctrl-C during what one rank does for itself; the next `gathered` tells the others."""
+
+STATUS = {"phase": "start", "signal": 0, "since": 0.0, "breakable": False, "store": None}
+
+def on_signal(number: int, frame) -> None:
+    if STATUS["signal"] and time.time() > STATUS["since"] + 2:    # a second one; torchrun may repeat the first
+        os._exit(128 + number)
+    STATUS.update(signal=number, since=time.time())
+    if STATUS["breakable"]:
+        STATUS["breakable"] = False
+        raise Broken
+
+def gathered(value: Any = None, may_stop: bool = True) -> list:
+    """Each rank's value, on every rank. Raises Stopped on all of them if one was told to stop."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, (value, STATUS["signal"]))
+    values, signals = zip(*values)
+    if may_stop and any(signals):
+        raise Stopped(max(signals))
+    return list(values)
+
 # --- loss -------------------------------------------------------------------------------------------------------------
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, token_weights: Tensor, *,
                 engine_weights: Tensor | float = 1.0, ref_logprobs: Tensor | None = None, epsilon: float = 0.2,
@@ -974,7 +996,7 @@ def learning_rate(step: int, cfg: Config) -> float:
     return cfg.learning_rate * ((step + 1) / cfg.warmup_steps if step < cfg.warmup_steps else decay)
 
 def train_on(groups: list[list[Sample]], policy: Policy, reference: Policy | None, optimizer, cfg: Config, packed: bool,
-             device: torch.device, beta: float) -> dict[str, float]:
+             device: torch.device, beta: float) -> dict[str, float | None]:
     """All updates of one rollout, which is the whole step's on every rank. Returns metrics over all ranks."""
     rank, world_size, size = dist.get_rank(), dist.get_world_size(), math.ceil(len(groups) / cfg.num_minibatches)
     minibatches = []    # of each update, this rank's micro-batches
@@ -1195,7 +1217,7 @@ def sample_metrics(groups: list[list[Sample]]) -> dict[str, float]:
             "completion/parsable": mean(extract_answer(s.text) is not None for s in samples)}
 
 def alarms(m: dict[str, float], first: Sample) -> set[str]:
-    """What in a step's metrics should worry, in words without numbers: a new one is shown once."""
+    """What in a step's metrics should worry; shown in the step in which it begins, so it names no changing numbers."""
     return {text for text, so in {
         f"no completion got a reward, so there is nothing to learn from; one was {first.text!r:.200}, read as "
         f"{extract_answer(first.text)!r:.50}": m["step"] == 3 and m["reward/mean"] == m["reward/std"] == 0,
@@ -1236,31 +1258,6 @@ def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> N
     dist.barrier()
 
 # --- train ------------------------------------------------------------------------------------------------------------
-class Stopped(BaseException):
-    """SIGTERM or Ctrl-C, on all ranks at the same point."""
-
-class Broken(BaseException):
-    """SIGTERM or Ctrl-C during what one rank does for itself; the next `gathered` tells the others."""
-
-STATUS = {"phase": "start", "signal": 0, "since": 0.0, "breakable": False, "store": None}
-
-def on_signal(number: int, frame) -> None:
-    if STATUS["signal"] and time.time() > STATUS["since"] + 2:    # a second one; torchrun may repeat the first
-        os._exit(128 + number)
-    STATUS.update(signal=number, since=time.time())
-    if STATUS["breakable"]:
-        STATUS["breakable"] = False
-        raise Broken
-
-def gathered(value: Any = None, may_stop: bool = True) -> list:
-    """Each rank's value, on every rank. Raises Stopped on all of them if one was told to stop."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, (value, STATUS["signal"]))
-    values, signals = zip(*values)
-    if may_stop and any(signals):
-        raise Stopped(max(signals))
-    return list(values)
-
 def rollout(engine: Engine, rows: list[Row], n: int, temperature: float, seed: int, pool: RewardPool, phase: str
             ) -> tuple[list[list[Sample]], int]:
     """Samples and scores this rank's share of the rows. Returns everybody's groups, in the rows' order, and on how many
@@ -1376,7 +1373,7 @@ class Trainer:
         self.pool.executor.shutdown()
         if not cfg.eval_only:
             save_model(self.policy, self.tokenizer, model := self.run.folder / "model", self.engine.dtype)
-            for name, before in (state["evals"] or [{}])[0].items():
+            for name, before in state["evals"][0].items():
                 say(f"{name}: {before:.3f} before, {state['evals'][-1][name]:.3f} after {cfg.max_steps} steps")
             say(f"{state['elapsed'] / 60:.1f} minutes of training; the model is in {model}: load it with\n"
                 f"  AutoModelForCausalLM.from_pretrained({str(model)!r})   or   vllm serve {model}")
@@ -1495,8 +1492,8 @@ def main() -> None:
         else:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))    # torchrun would leave it at 1
         # A prefix of its own: ranks that torchrun starts again would else find the addresses of the dead.
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(rendezvous("env://"))[0])
-        STATUS["store"] = store
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        STATUS["store"] = store = dist.PrefixStore(attempt, next(rendezvous("env://"))[0])
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=world_size)
         Trainer(cfg, device).train()    # the engine's exit handler ends the process group
     except Stopped as e:
