@@ -16,13 +16,12 @@ Where it differs from the paper:
  3. A prompt and its completions share one row: the prompt is computed once, not once a completion.
  4. Rewards are rules: functions of the text. There is no reward model, no process supervision.
 """
-import ctypes, functools, hashlib, importlib.util, inspect, itertools, json, logging, math, multiprocessing, numbers
-import os, random, re, resource, runpy, shutil, signal, sys, time, traceback, unicodedata, warnings
+import ctypes, functools, hashlib, importlib.util, inspect, itertools, json, logging, math, multiprocessing.forkserver
+import numbers, os, random, re, resource, runpy, shutil, signal, sys, time, traceback, unicodedata, warnings
 from collections import Counter
 from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Callable, Iterator, Literal
 
@@ -32,7 +31,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
-from torch.nn.utils.rnn import pad_sequence
 
 class UserError(Exception):
     """Something the user can put right: shown as one line, without a traceback."""
@@ -53,8 +51,8 @@ class Config:
     bf16: bool = True    # compute in bfloat16; weights, reduction and optimizer stay float32. --no-bf16: all float32
     eval_only: bool = False    # evaluate the model and end
     # --- data
-    dataset: str = "arithmetic"    # or a JSONL file, hub id, Parquet or CSV file (`datasets`), reasoning_gym:<task>
-    dataset_config: str | None = None    # configuration of a hub dataset; options of a reasoning_gym task, as JSON
+    dataset: str = "arithmetic"    # or a JSONL file, path.py:function, or (`datasets`) a hub id, Parquet or CSV file
+    dataset_config: str | None = None    # configuration of a hub dataset
     dataset_split: str = "train"    # split of a hub dataset to train on
     eval_dataset: tuple[str, ...] = ()    # held-out sets, named as --dataset is. Default: problems set aside from it
     eval_split: str = "test"    # split of hub datasets to evaluate on
@@ -79,7 +77,7 @@ class Config:
     vllm_enable_sleep_mode: bool = True    # free vLLM's GPU memory while training
     vllm_enforce_eager: bool | None = None    # no compilation, no CUDA graphs. Default: in short runs on the CPU
     # --- reward
-    reward: tuple[str, ...] = ("correct",)    # correct, format, reasoning_gym or path.py:function, each with :weight
+    reward: tuple[str, ...] = ("correct",)    # correct, format or path.py:function, each with :weight
     reward_timeout: float = 10.0    # seconds a call of a reward may take
     soft_overlong_share: float = 0.0    # over this last share of the allowed tokens the reward falls by up to 1 (DAPO)
     mask_truncated_completions: bool = False    # leave them out of the loss; not out of their group's mean and std
@@ -140,13 +138,13 @@ RECIPES = {    # arXiv:2402.03300, 2503.14476, 2503.20783, 2507.18071, 2506.1358
 
 def check_config(c: Config, world_size: int) -> None:
     """What flags alone can get wrong. Raises UserError naming the flag and what would be right."""
+    signed = "arithmetic_min arithmetic_max seed data_seed"
+    may_be_0 = ("beta weight_decay warmup_steps eval_size adam_beta2 eval_num_generations soft_overlong_share "
+                "entropy_coef")
+    sized = {name for name, x in asdict(c).items() if type(x) in (int, float)} - {*f"{signed} {may_be_0}".split()}
     for names, is_right, complaint in (
-            ("prompts_per_step max_prompt_length max_completion_length num_iterations num_minibatches max_steps "
-             "eval_steps tokens_per_micro_batch learning_rate max_grad_norm temperature epsilon epsilon_high kl_target "
-             "vllm_importance_sampling_clip_max dynamic_sampling_rounds reward_timeout ref_model_sync_steps save_steps "
-             "max_skipped_steps save_total_limit", lambda x: x is None or x > 0, "must be above 0, got {}"),
-            ("beta weight_decay warmup_steps eval_size adam_beta2 eval_num_generations soft_overlong_share "
-             "entropy_coef", lambda x: x >= 0, "must not be negative, got {}"),
+            (" ".join(sorted(sized)), lambda x: x > 0, "must be above 0, got {}"),
+            (may_be_0, lambda x: x >= 0, "must not be negative, got {}"),
             ("epsilon adam_beta2", lambda x: x < 1, "must be below 1, got {}"),
             ("soft_overlong_share", lambda x: x <= 1, "is a share of --max-completion-length, 0 to 1, got {}"),
             ("num_generations", lambda x: x >= 2,
@@ -184,47 +182,39 @@ class Row:
     prompt_ids: list[int]
     columns: dict[str, Any]
 
-def arithmetic_rows(cfg: Config) -> tuple[list[dict], list[dict]]:
-    """(training, held-out) two-operand problems that have none in common, not even a + b here and b + a there."""
+def arithmetic_rows(cfg: Config) -> list[dict]:
+    """Two-operand problems, shuffled. None of the first eval_size comes again, not even a + b as b + a."""
     operators, operands = cfg.arithmetic_operators, range(cfg.arithmetic_min, cfg.arithmetic_max + 1)
     n, total = len(operands), len(operators) * len(operands) ** 2
     problems = [(operators[i // n**2], operands[i // n % n], operands[i % n])
                 for i in random.Random(cfg.data_seed).sample(range(total), min(total, 2**16))]
-    row = lambda op, a, b: {"question": f"What is {a} {op} {b}? Answer with only the number.",
-                            "answer": {"+": a + b, "-": a - b, "*": a * b}[op]}
-    twins = lambda op, a, b: (op, a, b) if op == "-" else (op, min(a, b), max(a, b))
-    held_out = problems[:cfg.eval_size]
-    known = {twins(*problem) for problem in held_out}
-    train = [problem for problem in problems[cfg.eval_size:] if twins(*problem) not in known]
-    return [row(*problem) for problem in train], [row(*problem) for problem in held_out]
+    held_out, twin = {*problems[:cfg.eval_size]}, lambda op, a, b: (op, a, b) if op == "-" else (op, b, a)
+    return [{"question": f"What is {a} {op} {b}? Answer with only the number.",
+             "answer": {"+": a + b, "-": a - b, "*": a * b}[op]}
+            for i, (op, a, b) in enumerate(problems) if i < cfg.eval_size or twin(op, a, b) not in held_out]
 
 def read_rows(name: str, cfg: Config, split: str) -> list[dict]:
-    """Rows of a JSONL file, or of what `datasets` or `reasoning_gym` loads, shuffled. Raises UserError naming the file,
-    the line and what is wrong there."""
-    jsonl = name.endswith((".json", ".jsonl"))
-    if jsonl:
+    """Rows of a dataset, shuffled. Raises UserError naming the file, the line and what is wrong there."""
+    if name == "arithmetic":
+        return arithmetic_rows(cfg)
+    if jsonl := name.endswith((".json", ".jsonl")):
         need(Path(name).is_file(), f"dataset {name}: no such file")
-        lines = [(n, line) for n, line in enumerate(Path(name).read_bytes().splitlines(), 1) if line.strip()]
+        lines = Path(name).read_bytes().splitlines()
+    elif ".py:" in name:
+        lines = load_function("dataset", name)()
     else:
         file = dict(path=Path(name).suffix[1:], data_files=name, split="train") if Path(name).is_file() else None
-        task = name.removeprefix("reasoning_gym:")
         try:
-            if task != name:
-                from reasoning_gym import create_dataset
-                options = {"size": 2000, "seed": cfg.data_seed} | json.loads(cfg.dataset_config or "{}")
-                lines = create_dataset(task, **options)
-            else:
-                from datasets import load_dataset
-                lines = load_dataset(**(file or dict(path=name, name=cfg.dataset_config, split=split)))
-            lines = enumerate(lines, 1)
+            from datasets import load_dataset
+            lines = load_dataset(**(file or dict(path=name, name=cfg.dataset_config, split=split)))
         except ImportError:
-            raise UserError(f"dataset {name}: no .jsonl file; for other kinds: pip install datasets (or reasoning-gym)")
+            raise UserError(f"dataset {name}: no .jsonl file and no path.py:function; else: pip install datasets")
         except Exception as e:    # the package has many kinds, most of several lines
             raise UserError(f"dataset {name}: can't be loaded: {(str(e) or repr(e)).splitlines()[0]}") from e
     rows = []
-    for n, line in lines:
+    for n, line in enumerate(lines, 1):
         try:
-            rows.append(standard_row(json.loads(line) if jsonl else line, cfg))
+            rows += [standard_row(json.loads(line) if jsonl else line, cfg)] if not jsonl or line.strip() else []
         except (ValueError, RecursionError, UserError) as e:
             raise UserError(f"{name} {'line' if jsonl else 'row'} {n}: "
                             f"{e if isinstance(e, UserError) else f'not JSON ({e})'}") from None
@@ -239,20 +229,18 @@ def standard_row(row: Any, cfg: Config) -> dict:
     names = [cfg.prompt_column] if cfg.prompt_column else ["prompt", "question", "problem"]
     column = next((name for name in names if isinstance(row, dict) and name in row), None)
     need(column, f"a row needs a column {' or '.join(f'`{name}`' for name in names)}, this one is {str(row):.80}")
-    answer = cfg.answer_column or ("answer" if "answer" in row else "solution")
-    prompt = row[column]
+    prompt, answer = row[column], cfg.answer_column or ("answer" if "answer" in row else "solution")
     named = {"prompt" if column == "prompt" else "question": prompt}
     named |= {"answer": row[answer]} if answer in row else {}
-    row = {name: value for name, value in row.items() if name not in ("prompt", "answer")} | named
-    for message in prompt if isinstance(prompt, list) and prompt else [{"role": "user", "content": prompt}]:
-        text = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
-        if not all(isinstance(t, str) and t.strip() for t in text):
-            raise UserError(f"the {column} must be text or a list of {{role, content}}, not empty: {str(prompt):.80}")
-    value = row.get("answer")
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    texts = [isinstance(message, dict) and message.get(key) for message in messages for key in ("role", "content")]
+    need(texts and all(isinstance(text, str) and text.strip() for text in texts),
+         f"the {column} must be text or a list of {{role, content}}, not empty: {str(prompt):.80}")
+    value = named.get("answer")
     usable = isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != ""
     need(usable or "correct" not in reward_weights(cfg), f"the reward `correct` needs a column `"
-         f"{cfg.answer_column or 'answer'}` with text or a number" + f", not {value!r:.40}" * ("answer" in row))
-    return row
+         f"{cfg.answer_column or 'answer'}` with text or a number" + f", not {value!r:.40}" * ("answer" in named))
+    return {name: value for name, value in row.items() if name not in ("prompt", "answer")} | named
 
 def tokenize(rows: list[dict], tokenizer, cfg: Config) -> list[Row]:
     """A `question` is the user's turn in the model's chat template, if it has one; messages go through the template; a
@@ -266,25 +254,19 @@ def tokenize(rows: list[dict], tokenizer, cfg: Config) -> list[Row]:
         need(text or tokenizer.chat_template, "the dataset has chat messages and the model no chat template: give it "
              "text prompts, or name an instruct model with --model-name-or-path")
         need(chat or not system, "--system-prompt needs messages or a `question`, and a model with a chat template")
-        if chat:
-            messages = system + ([{"role": "user", "content": text}] if text else prompt)
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        else:
-            ids = tokenizer(text)["input_ids"]
+        messages = system + ([{"role": "user", "content": text}] if text else prompt)
+        ids = (tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) if chat else
+               tokenizer(text)["input_ids"])
         if len(ids) <= limit:
             kept.append(Row(prompt, ids, {name: value for name, value in row.items() if name != "prompt"}))
     return kept
 
 def load_data(cfg: Config, tokenizer) -> tuple[list[Row], dict[str, list[Row]]]:
     """Training rows, and held-out rows by set, which share no prompt with them. Says what was dropped."""
-    train, held_out = arithmetic_rows(cfg) if cfg.dataset == "arithmetic" else (
-        read_rows(cfg.dataset, cfg, cfg.dataset_split), None)
-    if cfg.eval_dataset:
-        sets = {name: (arithmetic_rows(cfg)[1] if name == "arithmetic" else read_rows(name, cfg, cfg.eval_split))
-                [:cfg.eval_size] for name in cfg.eval_dataset}
-    else:
-        sets = {cfg.dataset: train[:cfg.eval_size] if held_out is None else held_out}
-        train = train[cfg.eval_size:] if held_out is None else train
+    train = read_rows(cfg.dataset, cfg, cfg.dataset_split)
+    sets = {name: read_rows(name, cfg, cfg.eval_split)[:cfg.eval_size] for name in cfg.eval_dataset}
+    if not sets:
+        sets, train = {cfg.dataset: train[:cfg.eval_size]}, train[cfg.eval_size:]
     given = len(train) + sum(map(len, sets.values()))
     train, sets = tokenize(train, tokenizer, cfg), {name: tokenize(rows, tokenizer, cfg) for name, rows in sets.items()}
     if dropped := given - len(train) - sum(map(len, sets.values())):
@@ -440,14 +422,7 @@ def format_reward(completions: list[str], **_) -> list[float]:
     """1 where the completion marks its answer: a box, a '####' line, an <answer> tag or 'the answer is'."""
     return [float(bool(_marked(_NOISE.sub("\n", completion)))) for completion in completions]
 
-def gym_score(completions: list[str], metadata: list[dict], question: list[str], answer: list[str], **_) -> list[float]:
-    """The score by which a reasoning_gym task judges its own rows."""
-    from reasoning_gym import get_score_answer_fn
-    return [float(get_score_answer_fn(row["metadata"]["source_dataset"])(extract_answer(completion), row))
-            for completion, *values in zip(completions, question, answer, metadata)
-            for row in [dict(zip(("question", "answer", "metadata"), values))]]
-
-REWARDS = {"correct": correct, "format": format_reward, "reasoning_gym": gym_score}
+REWARDS = {"correct": correct, "format": format_reward}
 
 def reward_weights(cfg: Config) -> dict[str, float]:
     """Weight of each reward that --reward names."""
@@ -455,22 +430,23 @@ def reward_weights(cfg: Config) -> dict[str, float]:
     return {spec[1]: float(spec[2] or 1) for spec in specs}
 
 @functools.cache
-def load_reward(name: str) -> Callable:
-    """The function of this name: one of REWARDS, or path.py:function, called once a group with lists: prompts,
-    completions, completion_ids and the row's columns. It returns a list of numbers, or None where it doesn't apply."""
+def load_function(flag: str, name: str) -> Callable:
+    """What path.py:function, given to a flag, names; or one of REWARDS."""
     path, _, function = name.rpartition(":")
-    if name not in REWARDS:
-        need(Path(path).is_file(), f"--reward {name}: no file {path!r}; give {', '.join(REWARDS)} or path.py:function")
-        try:
-            found = runpy.run_path(path).get(function)
-        except Exception as e:
-            raise UserError(f"--reward {name}: importing {path} failed: {type(e).__name__}: {e}") from e
-        need(callable(found), f"--reward {name}: {path} has no function {function!r}")
-    return REWARDS.get(name) or found
+    if flag == "reward" and name in REWARDS:
+        return REWARDS[name]
+    need(Path(path).is_file(), f"--{flag} {name}: no file {path!r}; give path.py:function or another name from --help")
+    try:
+        found = runpy.run_path(path).get(function)
+    except Exception as e:
+        raise UserError(f"--{flag} {name}: importing {path} failed: {type(e).__name__}: {e}") from e
+    need(callable(found), f"--{flag} {name}: {path} has no function {function!r}")
+    return found
 
-def call_reward(name: str, group: list[Sample]) -> list[float | None] | str:
-    """Rewards of completions of one prompt, or what was raised; hands over what the function has parameters for."""
-    function = load_reward(name)
+def call_reward(name: str, group: list[Sample]) -> list[float | None | str]:
+    """Rewards of completions of one prompt, None where it doesn't apply, and what was raised on one alone. The function
+    gets those of these lists that it has parameters for: prompts, completions, completion_ids, the row's columns."""
+    function = load_function("reward", name)
     arguments = {column: [s.row.columns[column] for s in group] for column in group[0].row.columns}
     arguments |= {"prompts": [s.row.prompt for s in group], "completions": [s.text for s in group],
                   "completion_ids": [s.ids for s in group]}
@@ -479,8 +455,8 @@ def call_reward(name: str, group: list[Sample]) -> list[float | None] | str:
         arguments = {key: value for key, value in arguments.items() if key in parameters}
     try:
         rewards = list(function(**arguments))
-    except BaseException as e:    # SystemExit too
-        return f"{type(e).__name__}: {e}"
+    except BaseException as e:    # SystemExit too; the others of the group keep their rewards
+        return [f"{type(e).__name__}: {e}"] if len(group) == 1 else [r for s in group for r in call_reward(name, [s])]
     need(len(rewards) == len(group), f"the reward {name} returned {len(rewards)} values for {len(group)} completions")
     need(all(r is None or isinstance(r, numbers.Real) and math.isfinite(r) for r in rewards),
          f"the reward {name} must return finite numbers or None, got {rewards}")
@@ -489,7 +465,7 @@ def call_reward(name: str, group: list[Sample]) -> list[float | None] | str:
 def worker_start() -> None:
     """In a worker: it has 4 GiB, and is killed, whatever it does, when the trainer ends and with it the fork server."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)    # PR_SET_PDEATHSIG
-    os.close(forkserver._forkserver._forkserver_alive_fd)    # what would keep the server alive
+    os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)    # what would keep the server alive
     resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))
     for number in (signal.SIGINT, signal.SIGTERM):    # meant for the trainer
         signal.signal(number, signal.SIG_IGN)
@@ -502,7 +478,7 @@ class RewardPool:
         self.cfg, self.weights, self.workers = cfg, reward_weights(cfg), workers
         self.names = [*self.weights]    # what is asked for
         for name in self.weights:
-            load_reward(name)    # to complain before anything else is loaded
+            load_function("reward", name)    # to complain before anything else is loaded
         self.start()
 
     def start(self) -> None:
@@ -511,8 +487,8 @@ class RewardPool:
         self.executor = ProcessPoolExecutor(self.workers, context, worker_start)
         self.executor.submit(os.getpid)    # starts it now
 
-    def ask(self, calls: list[tuple[str, list[Sample]]]) -> list[list | str]:
-        """Each call's rewards, or in their place what went wrong."""
+    def ask(self, calls: list[tuple[str, list[Sample]]]) -> list[list[float | None | str]]:
+        """What each call returns; of one that ends its process or is too slow, what went wrong."""
         executor, futures, answers = self.executor, [], []
         for call in calls:
             try:
@@ -520,12 +496,12 @@ class RewardPool:
             except BrokenExecutor as e:    # a worker has died meanwhile
                 futures.append(Future())
                 futures[-1].set_exception(e)
-        for future in futures:
+        for (_, group), future in zip(calls, futures):
             try:
                 answers.append(future.result(self.cfg.reward_timeout))
             except (TimeoutError, BrokenExecutor, CancelledError) as e:
-                answers.append(f"took over --reward-timeout {self.cfg.reward_timeout:g} s"
-                               if isinstance(e, TimeoutError) else "its process died")
+                slow = f"took over --reward-timeout {self.cfg.reward_timeout:g} s"
+                answers.append([slow if isinstance(e, TimeoutError) else "its process died"] * len(group))
                 if self.executor is executor:    # no worker can be stopped alone
                     for process in [*(executor._processes or {}).values()]:
                         process.kill()
@@ -536,18 +512,16 @@ class RewardPool:
         """Sets the samples' rewards, each and their weighted sum. A failed one is 0, and in what is returned."""
         calls = [(name, group) for name in self.names for group in groups]
         failures, good, bad = [], Counter(), Counter()
-        for (name, group), answer in zip(calls, self.ask(calls)):
-            hopeless = bad[name] >= 16 and not good[name]    # it would only take long
-            if isinstance(answer, str) and not hopeless:    # once more: the fault may be another call's
-                [answer] = self.ask([(name, group)])
-            for i, s in enumerate(group):    # then one at a time: the others of the group keep their rewards
-                mine = answer[i:i + 1] if isinstance(answer, list) else answer
-                if isinstance(mine, str) and not hopeless and len(group) > 1:
-                    [mine] = self.ask([(name, [s])])
-                failed = isinstance(mine, str)
+        for (name, group), answers in zip(calls, self.ask(calls)):
+            # Again, as the fault may be another call's, then one at a time; not if it never works: it would take long.
+            for parts in ([group], [[s] for s in group]):
+                if all(isinstance(answer, str) for answer in answers) and (good[name] or bad[name] < 16):
+                    answers = [answer for part in parts for answer in self.ask([(name, part)])[0]]
+            for s, answer in zip(group, answers):
+                failed = isinstance(answer, str)
                 (bad if failed else good)[name] += 1
-                failures += [f"{name}: {mine}, on {s.text!r:.200}"] * failed
-                s.rewards[name] = 0.0 if failed else mine[0]
+                failures += [f"{name}: {answer}, on {s.text!r:.200}"] * failed
+                s.rewards[name] = 0.0 if failed else answer
         for s in itertools.chain(*groups):
             given = [(weight, s.rewards[name]) for name, weight in self.weights.items() if s.rewards[name] is not None]
             s.reward = sum(weight * value for weight, value in given) if given else None
@@ -745,7 +719,7 @@ def flex_mask(lengths: list[int], parents: tuple[int, ...], device: torch.device
 def sequence_tables(lengths: list[int], parents: tuple[int, ...], device: torch.device) -> dict:
     """On the CPU: where the packed row's sequences lie, for `grouped_attention`."""
     places = torch.arange(sum(lengths), device=device).split(lengths)
-    table = lambda numbers: pad_sequence([places[i] for i in numbers], batch_first=True, padding_value=-1)
+    table = lambda numbers: nn.utils.rnn.pad_sequence([places[i] for i in numbers], True, -1)
     causal = lambda index: torch.ones(index.shape[1], index.shape[1], device=device).tril().bool()[None]
     completions = [i for i, parent in enumerate(parents) if i != parent]
     prompts, own = table(sorted({*parents})), table(completions)                        # [P, Lp], [C, Lc]

@@ -408,7 +408,8 @@ def test_loader():
     (1, 2, "+-", 0, (8, 0)), (7, 7, "+", 1, (0, 1)), (7, 7, "-", 0, (1, 0)), (0, 3, "-", 6, (10, 6))])
 def test_arithmetic(low, high, operators, size, sizes):
     cfg = Config(arithmetic_min=low, arithmetic_max=high, arithmetic_operators=operators, eval_size=size)
-    parts, count = grpo.arithmetic_rows(cfg), (high - low + 1) ** 2 * len(operators)
+    rows, count = grpo.arithmetic_rows(cfg), (high - low + 1) ** 2 * len(operators)
+    parts = (rows[size:], rows[:size])
     assert tuple(map(len, parts)) == sizes or not sizes and len(parts[1]) == size and (
         count - 2 * size <= len(parts[0]) < count - size)    # less the twins of what is held out
     problems, compute = ([], []), {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -420,8 +421,8 @@ def test_arithmetic(low, high, operators, size, sizes):
     assert len(train) + len(held_out) == sum(map(len, problems))
     assert {op for op, *_ in train | held_out} == set(operators)
     assert not train & (held_out | {(op, b, a) for op, a, b in held_out if op != "-"})
-    assert grpo.arithmetic_rows(replace(cfg, seed=9)) == parts
-    assert count < 16 or grpo.arithmetic_rows(replace(cfg, data_seed=9)) != parts
+    assert grpo.arithmetic_rows(replace(cfg, seed=9)) == rows
+    assert count < 16 or grpo.arithmetic_rows(replace(cfg, data_seed=9)) != rows
 
 
 @pytest.mark.parametrize("line, named", [
@@ -558,24 +559,20 @@ def test_odd_flags_are_taken_or_named():
     assert 500 < taken < 2700
 
 
-GYM = """
-def create_dataset(task, size, seed, terms):
-    return [{"question": f"{task} {i}", "answer": str(i), "metadata": {"source_dataset": task}} for i in range(size + terms)]
-def get_score_answer_fn(task):
-    return lambda answer, row: 0.5 if answer is None else float(answer == row["answer"] and row["metadata"] != {})
-"""    # a stand-in for the package
-
-
-def test_reasoning_gym(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match="pip install"):
-        grpo.read_rows("reasoning_gym:sum", Config(), "train")
-    (tmp_path / "reasoning_gym.py").write_text(GYM)
-    rows = grpo.read_rows("reasoning_gym:sum", Config(dataset_config='{"size": 5, "terms": 2}', data_seed=3), "train")
-    assert sorted(row["question"] for row in rows) == [f"sum {i}" for i in range(7)]
-    group = [Sample(Row("", [1], rows[0]), [1], [0.0], False, text) for text in (f"<answer>{rows[0]['answer']}</answer>",
-                                                                               "<answer>x</answer>", "")]
-    assert grpo.call_reward("reasoning_gym", group) == [1.0, 0.0, 0.5]
+def test_a_function_may_give_the_rows(tmp_path):
+    (tmp_path / "my.py").write_text("""
+def rows():
+    return ({"question": f"sum {i}", "answer": i, "metadata": {"i": i}} for i in range(7))
+def bad():
+    return [{"question": "a", "answer": 1}, {"answer": 2}]
+""")
+    rows = grpo.read_rows(f"{tmp_path}/my.py:rows", Config(), "train")
+    assert sorted((row["question"], row["answer"], row["metadata"]["i"]) for row in rows) == [
+        (f"sum {i}", i, i) for i in range(7)]
+    for name, message in (("my.py:bad", "my.py:bad row 2: .*`question`"), ("my.py:none", "--dataset .*no function 'none'"),
+                          ("no.py:rows", "--dataset .*no file")):
+        with pytest.raises(UserError, match=message):
+            grpo.read_rows(f"{tmp_path}/{name}", Config(), "train")
 
 
 def write_rows(path, prompts):
@@ -665,7 +662,7 @@ def rules(tmp_path):
 
     def rules(text):
         file.write_text("import math, os, sys, time\n" + text)
-        grpo.load_reward.cache_clear()
+        grpo.load_function.cache_clear()
         return [f"{file}:{name}" for name in re.findall(r"(?m)^def (\w+)", text)]
     return rules
 
@@ -783,18 +780,18 @@ def test_soft_overlong_punishment(pool):
     assert [s.rewards["overlong"] for s in group] == approx([0, 0, -0.25, -0.75, -1])
 
 
-def test_load_reward(tmp_path):
+def test_load_function(tmp_path):
     assert grpo.reward_weights(Config(reward=("correct", "format:0.2", "a/b.py:f", "a.py:f:-1e-1"))) == {
         "correct": 1, "format": 0.2, "a/b.py:f": 1, "a.py:f": -0.1}
     for name, text in (("rule", "from math import pi\nbad = 3\ndef short(completions):\n    return [pi]\n"),
                        ("broken", "import no_such_module\n"), ("syntax", "def f(:\n")):
         (tmp_path / f"{name}.py").write_text(text)
-    assert grpo.load_reward(f"{tmp_path}/rule.py:short")(["a"]) == [math.pi]
+    assert grpo.load_function("reward", f"{tmp_path}/rule.py:short")(["a"]) == [math.pi]
     for spec, message in (("none.py:f", "no file"), ("corect", "no file"), ("rule.py:long", "no function 'long'"),
                           ("rule.py:bad", "no function 'bad'"), ("syntax.py:f", "SyntaxError"),
                           ("broken.py:f", "no_such_module")):
         with pytest.raises(UserError, match=f"--reward {tmp_path}/{re.escape(spec)}: .*{message}"):
-            grpo.load_reward(f"{tmp_path}/{spec}")
+            grpo.load_function("reward", f"{tmp_path}/{spec}")
 
 
 # --- update -----------------------------------------------------------------------------------------------------------
@@ -1261,7 +1258,7 @@ REWARD_CASES = [
     ("\\boxed{\\$7}", "7", True), ("\\boxed{+7}", "7", True), ("\\boxed{3} then \\boxed{7}", "7", True),
     ("\\boxed{3} then \\boxed{7}", "3", False), ("\\boxed{7", "7", False), ("\\boxed{7} and \\boxed{}", "7", True),
     ("\\boxed{}", "0", False), ("\\boxed{ }", "", False), ("\\boxed{8}", 7, False), ("\\boxed{7x}", "7", False),
-    ("\\boxed{7\\pi}", "7", False), ("\\boxed{7i}", "7", False), ("\\boxed{7!}", "7", False),
+    ("\\boxed{7\\pi}", "7", False), ("\\boxed{7ab}", "7", False), ("\\boxed{7i}", "7", False), ("\\boxed{7!}", "7", False),
     ("\\boxed{7^2}", "7", False), ("\\boxed{7^2}", "2", False), ("\\boxed{\\sqrt{7}}", "7", False),
     ("\\boxed{\\sqrt[3]{7}}", "3", False), ("\\boxed{\\{7\\}}", "7", False), ("\\boxed{7+}", "7", False),
     ("\\boxed{\\log_2 7}", "7", False), ("\\boxed{a_7}", "7", False), ("\\boxed{g(7)}", "7", False),
