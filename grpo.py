@@ -20,8 +20,8 @@ import contextlib, ctypes, functools, hashlib, importlib.util, inspect, itertool
 import multiprocessing.forkserver, numbers, os, random, re, resource, runpy, shutil, signal, sys, time, traceback
 import unicodedata, warnings
 from collections import Counter
-from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from concurrent.futures import BrokenExecutor, CancelledError, ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Callable, Iterator, Literal
@@ -39,6 +39,14 @@ class UserError(Exception):
 def need(right: Any, complaint: str) -> None:
     if not right:
         raise UserError(complaint)
+
+@contextlib.contextmanager
+def blamed(complaint: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Makes of these exceptions a UserError: the complaint, and the first line of what they say."""
+    try:
+        yield
+    except kinds as e:
+        raise UserError(f"{complaint}: {(str(e) or type(e).__name__).splitlines()[0]:.300}") from e
 
 # --- config -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -139,13 +147,11 @@ RECIPES = {    # arXiv:2402.03300, 2503.14476, 2503.20783, 2507.18071, 2506.1358
 def check_config(c: Config, world_size: int) -> None:
     """What flags alone can get wrong. Raises UserError naming the flag and what would be right."""
     any_number = "seed data_seed arithmetic_min arithmetic_max".split()
-    may_be_0 = ("beta weight_decay warmup_steps eval_size adam_beta2 eval_num_generations soft_overlong_share "
-                "entropy_coef").split()
-    sizes = {name: x for name, x in asdict(c).items() if type(x) in (int, float) and name not in any_number}
+    may_be_0 = {"warmup_steps", "eval_size", "adam_beta2"} | {name for name, x in asdict(Config()).items() if x == 0}
     names = [Path(name).stem for name in c.eval_dataset]
     for flag, right, rule in (
-            *((name, x >= 0, "must not be negative") for name, x in sizes.items() if name in may_be_0),
-            *((name, x > 0, "must be above 0") for name, x in sizes.items() if name not in may_be_0),
+            *((name, x >= 0, "must not be negative") if name in may_be_0 else (name, x > 0, "must be above 0")
+              for name, x in asdict(c).items() if type(x) in (int, float) and name not in any_number),
             ("epsilon", c.epsilon < 1, "must be below 1"), ("adam_beta2", c.adam_beta2 < 1, "must be below 1"),
             ("soft_overlong_share", c.soft_overlong_share <= 1, "is a share of --max-completion-length, at most 1"),
             ("num_generations", c.num_generations > 1, "must be at least 2: each is judged against its group"),
@@ -199,14 +205,12 @@ def read_rows(name: str, cfg: Config, split: str) -> list[dict]:
     elif ".py:" in name:
         lines = load_function("dataset", name)()
     else:
+        need(importlib.util.find_spec("datasets"),
+             f"dataset {name}: no .jsonl file and no path.py:function; else: pip install datasets")
         file = dict(path=Path(name).suffix[1:], data_files=name, split="train") if Path(name).is_file() else None
-        try:
+        with blamed(f"dataset {name}: can't be loaded", Exception):    # the package has many kinds
             from datasets import load_dataset
             lines = load_dataset(**(file or dict(path=name, name=cfg.dataset_config, split=split)))
-        except ImportError:
-            raise UserError(f"dataset {name}: no .jsonl file and no path.py:function; else: pip install datasets")
-        except Exception as e:    # the package has many kinds, most of several lines
-            raise UserError(f"dataset {name}: can't be loaded: {(str(e) or repr(e)).splitlines()[0]}") from e
     rows = []
     for n, line in enumerate(lines, 1):
         try:
@@ -226,17 +230,15 @@ def standard_row(row: Any, cfg: Config) -> dict:
     column = next((name for name in names if isinstance(row, dict) and name in row), None)
     need(column, f"a row needs a column {' or '.join(f'`{name}`' for name in names)}, this one is {str(row):.80}")
     prompt, answer = row[column], cfg.answer_column or ("answer" if "answer" in row else "solution")
-    named = {"prompt" if column == "prompt" else "question": prompt}
-    named |= {"answer": row[answer]} if answer in row else {}
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     texts = [isinstance(message, dict) and message.get(key) for message in messages for key in ("role", "content")]
-    need(texts and all(isinstance(text, str) and text.strip() for text in texts),
-         f"the {column} must be text or a list of {{role, content}}, not empty: {str(prompt):.80}")
-    value = named.get("answer")
-    usable = isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != ""
+    need(texts and all(isinstance(t, str) and t.strip() and not re.search(r"[\ud800-\udfff]", t) for t in texts), f"the "
+         f"{column} must be Unicode text or a list of {{role, content}}, not empty: {str(prompt):.80}")
+    usable = isinstance(value := row.get(answer), (str, int, float)) and not isinstance(value, bool) and value != ""
     need(usable or "correct" not in reward_weights(cfg), f"the reward `correct` needs a column `"
-         f"{cfg.answer_column or 'answer'}` with text or a number" + f", not {value!r:.40}" * ("answer" in named))
-    return {name: value for name, value in row.items() if name not in ("prompt", "answer")} | named
+         f"{cfg.answer_column or 'answer'}` with text or a number" + f", not {value!r:.40}" * (answer in row))
+    named = {"prompt" if column == "prompt" else "question": prompt} | ({"answer": value} if answer in row else {})
+    return {name: x for name, x in row.items() if name not in ("prompt", "answer")} | named
 
 def tokenize(rows: list[dict], tokenizer, cfg: Config) -> list[Row]:
     """A `question` is the user's turn in the model's chat template, if it has one; messages go through the template; a
@@ -276,9 +278,8 @@ def load_data(cfg: Config, tokenizer) -> tuple[list[Row], dict[str, list[Row]]]:
     if "correct" in reward_weights(cfg) and any(texts) and not importlib.util.find_spec("math_verify"):    # optional
         say(f"note: {sum(texts)} of the first {len(texts)} answers are no plain numbers; completions must match them "
             "as text (pip install math-verify: as mathematics)")
-    need(len(train) >= cfg.prompts_per_step or cfg.eval_only,
-         f"dataset {cfg.dataset} leaves {len(train)} prompts to train on and {len(known)} held out "
-         f"(--eval-size), fewer than the --prompts-per-step {cfg.prompts_per_step} of one step")
+    need(len(train) >= cfg.prompts_per_step or cfg.eval_only, f"dataset {cfg.dataset} leaves {len(train)} prompts to "
+         f"train on and {len(known)} held out (--eval-size), fewer than the --prompts-per-step {cfg.prompts_per_step}")
     return train, {name: rows for name, rows in sets.items() if rows}
 
 class Loader:
@@ -290,9 +291,8 @@ class Loader:
     def next(self, n: int) -> list[Row]:
         """The next n rows, the same ones on every rank."""
         size, start, self.drawn = len(self.rows), self.drawn, self.drawn + n
-        orders = {epoch: random.Random(f"{self.seed} {epoch}").sample(self.rows, size)
-                  for epoch in range(start // size, (self.drawn - 1) // size + 1)}
-        return [orders[i // size][i % size] for i in range(start, self.drawn)]
+        orders = (random.Random(f"{self.seed} {e}").sample(self.rows, size) for e in itertools.count(start // size))
+        return [*itertools.islice(itertools.chain.from_iterable(orders), start % size, start % size + n)]
 
 # --- reward -----------------------------------------------------------------------------------------------------------
 @dataclass
@@ -374,13 +374,12 @@ def extract_answer(completion: str) -> str | None:
     text = _NOISE.sub("\n", completion.rpartition("</think>")[2].partition("<think>")[0])
     if marked := _marked(text):  # two different answers are a correction, more are a list of guesses
         return marked[-1] if len({_readings(part) for part in marked}) <= 2 else None
-    for line in reversed(text.splitlines()):
-        for sentence in reversed(_SENTENCE.split(_LABEL.sub("", line).strip())):
-            if re.search(r"[\d¼-¾⅐-⅞]", sentence) and not sentence.endswith("?"):  # a question echoes the prompt
-                found = _RESULT.split(sentence)[-1].strip().rstrip("!")  # here '92!' is an exclamation, no factorial
-                sure = len(sentence) <= _MAX_CHARS and not _HEDGE.search(sentence)
-                return found if sure and isinstance(_readings(found)[0], Fraction) else None
-    return None
+    stated = next((sentence for line in reversed(text.splitlines())  # no question: it echoes the prompt
+                   for sentence in reversed(_SENTENCE.split(_LABEL.sub("", line).strip()))
+                   if re.search(r"[\d¼-¾⅐-⅞]", sentence) and not sentence.endswith("?")), "")
+    found = _RESULT.split(stated)[-1].strip().rstrip("!")  # here '92!' is an exclamation, no factorial
+    sure = len(stated) <= _MAX_CHARS and not _HEDGE.search(stated)
+    return found if sure and isinstance(_readings(found)[0], Fraction) else None
 
 def final_answer(gold) -> str:
     """Of a gold answer that may be a worked solution."""
@@ -430,16 +429,16 @@ def load_function(flag: str, name: str) -> Callable:
         found = runpy.run_path(path).get(function)
     except Exception as e:
         raise UserError(f"--{flag} {name}: importing {path} failed: {type(e).__name__}: {e}") from e
-    need(callable(found), f"--{flag} {name}: {path} has no function {function!r}")
+    with blamed(f"--{flag} {name}: {path} has no function {function!r} whose parameters can be seen", Exception):
+        inspect.signature(found)
     return found
 
 def call_reward(name: str, group: list[Sample]) -> list[float | None | str]:
     """Rewards of completions of one prompt, None where it doesn't apply, and what was raised on one alone. The function
     gets those of these lists that it has parameters for: prompts, completions, completion_ids, the row's columns."""
-    function = load_function("reward", name)
-    arguments = {column: [s.row.columns[column] for s in group] for column in group[0].row.columns}
-    arguments |= {"prompts": [s.row.prompt for s in group], "completions": [s.text for s in group],
-                  "completion_ids": [s.ids for s in group]}
+    function, row = load_function("reward", name), group[0].row
+    arguments = {column: [x] * len(group) for column, x in (row.columns | {"prompts": row.prompt}).items()}
+    arguments |= {"completions": [s.text for s in group], "completion_ids": [s.ids for s in group]}
     parameters = inspect.signature(function).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         arguments = {key: value for key, value in arguments.items() if key in parameters}
@@ -448,8 +447,8 @@ def call_reward(name: str, group: list[Sample]) -> list[float | None | str]:
     except BaseException as e:    # SystemExit too; the others of the group keep their rewards
         return [f"{type(e).__name__}: {e}"] if len(group) == 1 else [r for s in group for r in call_reward(name, [s])]
     need(len(rewards) == len(group), f"the reward {name} returned {len(rewards)} values for {len(group)} completions")
-    need(all(r is None or isinstance(r, numbers.Real) and math.isfinite(r) for r in rewards),
-         f"the reward {name} must return finite numbers or None, got {rewards}")
+    need(all(r is None or isinstance(r, numbers.Real) and abs(r) <= sys.float_info.max for r in rewards),
+         f"the reward {name} must return finite numbers or None, got {str(rewards):.200}")
     return [None if r is None else float(r) for r in rewards]
 
 def worker_start() -> None:
@@ -461,8 +460,7 @@ def worker_start() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 class RewardPool:
-    """Worker processes that call the rewards: one that hangs, crashes, raises or eats memory costs the completion at
-    fault its reward, and is counted; the run goes on."""
+    """Workers that call the rewards: what hangs, crashes, raises or eats memory costs only the completion at fault."""
 
     def __init__(self, cfg: Config, workers: int):
         self.cfg, self.weights, self.workers = cfg, reward_weights(cfg), workers
@@ -480,18 +478,15 @@ class RewardPool:
     def ask(self, calls: list[tuple[str, list[Sample]]]) -> list[list[float | None | str]]:
         """What each call returns; of one that ends its process or is too slow, what went wrong."""
         executor, futures, answers = self.executor, [], []
-        for call in calls:
-            try:
+        with contextlib.suppress(BrokenExecutor):    # a worker has died meanwhile; below, the rest raise it again
+            for call in calls:
                 futures.append(executor.submit(call_reward, *call))
-            except BrokenExecutor as e:    # a worker has died meanwhile
-                futures.append(Future())
-                futures[-1].set_exception(e)
-        for (_, group), future in zip(calls, futures):
+        for call, future in itertools.zip_longest(calls, futures):
             try:
-                answers.append(future.result(self.cfg.reward_timeout))
+                answers.append((future or executor.submit(call_reward, *call)).result(self.cfg.reward_timeout))
             except (TimeoutError, BrokenExecutor, CancelledError) as e:
                 slow = f"took over --reward-timeout {self.cfg.reward_timeout:g} s"
-                answers.append([slow if isinstance(e, TimeoutError) else "its process died"] * len(group))
+                answers.append([slow if isinstance(e, TimeoutError) else "its process died"] * len(call[1]))
                 if self.executor is executor:    # no worker can be stopped alone
                     for process in [*(executor._processes or {}).values()]:
                         process.kill()
@@ -1036,7 +1031,7 @@ def save_checkpoint(run: "Run", tensors: dict[str, Tensor], state: dict) -> int:
     checkpoints it has. Returns the step."""
     from torch.distributed import checkpoint as dcp
     folder = run.folder / f"checkpoint-{state['step']}"
-    unfinished, problem = folder.with_suffix(".unfinished"), [None]
+    unfinished = folder.with_suffix(".unfinished")
     try:
         dcp.save(tensors, checkpoint_id=unfinished)
         if dist.get_rank() == 0:
@@ -1044,32 +1039,30 @@ def save_checkpoint(run: "Run", tensors: dict[str, Tensor], state: dict) -> int:
             shutil.rmtree(folder, ignore_errors=True)    # a damaged one
             unfinished.rename(folder)
     except (OSError, dcp.CheckpointException) as e:    # the latter on all ranks, whichever failed
-        problem = [str(e).strip().splitlines()[-1]]
-    dist.broadcast_object_list(problem)
+        say(f"warning: {folder} can't be written: {str(e).strip().splitlines()[-1]:.300} ("
+            f"{shutil.disk_usage(run.folder).free >> 20} MiB are free); the run goes on, the earlier ones are kept")
     if dist.get_rank() == 0:
         for old in [*run.folder.glob("*.unfinished"), *run.checkpoints()[run.cfg.save_total_limit:]]:
             shutil.rmtree(old, ignore_errors=True)
-    if problem[0]:
-        say(f"warning: {folder} can't be written: {problem[0]:.300} ({shutil.disk_usage(run.folder).free >> 20} MiB "
-            "are free); the run goes on, the earlier ones are kept")
+    dist.barrier()
     return state["step"]
 
 def load_checkpoint(run: "Run", tensors: dict[str, Tensor], data: str) -> dict | None:
     """Overwrites the tensors with those of the newest checkpoint that is whole, and returns its state; None without
     one. Only once the digests agree is anything of it unpickled."""
     from torch.distributed import checkpoint as dcp
-    found = [None, None]
+    found = None, None
     for folder in run.checkpoints() if dist.get_rank() == 0 else []:
         try:
             complete = json.loads((folder / "complete.json").read_text())
             assert complete["sha256"] == digests(folder), "a file differs from its digest"
-            found = [folder, complete["state"]]
+            found = folder, complete["state"]
             break
-        except (OSError, ValueError, KeyError, AssertionError) as e:
+        except (OSError, ValueError, KeyError, TypeError, AssertionError) as e:
             say(f"warning: {folder} is damaged, trying the one before ({type(e).__name__}: {e})")
+            shutil.rmtree(folder.with_suffix(".damaged"), ignore_errors=True)
             folder.rename(folder.with_suffix(".damaged"))    # so that it doesn't count as one to keep
-    dist.broadcast_object_list(found)
-    folder, state = found
+    folder, state = gathered(found, may_stop=False)[0]
     if folder:
         need(state["data"] == data, f"the rows of --dataset are not those that {folder} was trained on: put them back, "
              "or name another --output-dir")
@@ -1100,23 +1093,20 @@ class Run:
     it; the lines of a step at once, so that a killed run leaves whole ones."""
 
     def __init__(self, cfg: Config):
-        self.cfg, self.lost, chosen = cfg, False, [cfg.output_dir or time.strftime("runs/%Y%m%d-%H%M%S")]
-        dist.broadcast_object_list(chosen)    # one clock names the folder for all
-        self.folder = Path(chosen[0])
+        self.cfg, self.lost, self.folder = cfg, False, Path(cfg.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
         if dist.get_rank() == 0:
             file, flags = self.folder / "config.json", json.loads(json.dumps(asdict(cfg) | {"output_dir": None}))
-            try:
+            with blamed(f"--output-dir {self.folder} can't be used", OSError, ValueError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 if not file.exists():
                     file.with_suffix(".new").write_text(json.dumps(flags, indent=1))
                     file.with_suffix(".new").rename(file)
                 old = json.loads(file.read_text())
-            except (OSError, ValueError) as e:
-                raise UserError(f"--output-dir {self.folder} can't be used: {e}") from e
             for name, value in flags.items():
                 need(old.get(name) == value or name in FREE_FLAGS, f"--output-dir {self.folder} holds a run with --"
                      f"{name.replace('_', '-')} {old.get(name)}, not {value}: name another, or give the same flags")
-        dist.barrier()    # no rank goes on if the folder can't be used
+        # One clock names the folder for all, and no rank goes on if it can't be used.
+        self.folder = gathered(self.folder, may_stop=False)[0]
 
     def checkpoints(self) -> list[Path]:
         """Newest first."""
@@ -1131,7 +1121,8 @@ class Run:
                         f.truncate(size)
                         raise OSError("there is no room for a line")
         except OSError as e:    # a full disk costs the lines, not the run
-            say(f"warning: {self.folder / file} can't be written: {e}; the run goes on" * (not self.lost))
+            if not self.lost:
+                say(f"warning: {self.folder / file} can't be written: {e}; the run goes on")
             self.lost = True
 
     def write_samples(self, groups: list[list[Sample]], step: int, split: str) -> None:
@@ -1160,13 +1151,11 @@ def sample_metrics(groups: list[list[Sample]]) -> dict[str, float]:
     mean = lambda values: sum(values := [x for x in values if x is not None]) / max(len(values), 1)
     lengths = [len(s.ids) for s in samples]
     return {"reward/mean": rewards.nanmean().item(), "reward/std": std(rewards.view(1, -1)),
-            "reward/group_std": std(rewards),
+            "reward/group_std": std(rewards), "reward/zero_std_groups": mean(not has_signal(g) for g in groups),
             **{f"reward/{name}": mean(s.rewards.get(name) for s in samples) for name in samples[0].rewards},
-            "reward/zero_std_groups": mean(not has_signal(group) for group in groups),
             "reward/advantage_std": torch.tensor([s.advantage for s in samples]).std(correction=0).item(),
-            "completion/tokens": sum(lengths), "completion/length_mean": mean(lengths),
-            "completion/length_max": max(lengths),
-            "completion/truncated": mean(s.truncated for s in samples),
+            "completion/tokens": sum(lengths), "completion/truncated": mean(s.truncated for s in samples),
+            "completion/length_mean": mean(lengths), "completion/length_max": max(lengths),
             "completion/distinct": mean(len({s.text for s in group}) / len(group) for group in groups),
             "completion/parsable": mean(extract_answer(s.text) is not None for s in samples)}
 
@@ -1186,29 +1175,27 @@ def step_line(m: dict[str, float], cfg: Config) -> str:
     measured = lambda label, name: [f"{label} {m[name]:.3f}"] if m.get(name) is not None else []
     clipped = (m["policy/clip_low"] or 0) + (m["policy/clip_high"] or 0)
     return " | ".join([
-        f"step {m['step']:>{len(str(cfg.max_steps))}}/{cfg.max_steps}", f"reward {m['reward/mean']:.3f}",
+        f"step {m['step']:>{len(str(cfg.max_steps))}}/{cfg.max_steps}", *measured("reward", "reward/mean"),
         *measured("accuracy", "eval/accuracy"), f"length {m['completion/length_mean']:.1f}",
-        *measured("kl", "policy/kl"), f"clipped {clipped:.1%}",
-        f"{m['time/tokens_per_second']:.0f} tokens/s", f"{m['time/step']:.1f} s",
-        f"{left // 60:.0f}:{left % 60:02.0f} left"])
+        *measured("kl", "policy/kl"), f"clipped {clipped:.1%}", f"{m['time/tokens_per_second']:.0f} tokens/s",
+        f"{m['time/step']:.1f} s", f"{left // 60:.0f}:{left % 60:02.0f} left"])
 
 def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> None:
     """A checkpoint folder for transformers and vLLM, written beside and renamed when whole."""
     state = {name: tensor.cpu() for name, tensor in policy.weights(dtype) if dist.get_rank() == 0}
     if dist.get_rank() == 0:
-        unfinished = folder.with_name(folder.name + ".unfinished")
+        unfinished = folder.with_suffix(".unfinished")
         try:
             policy.lm.generation_config.validate(strict=True)
         except ValueError:    # sampling settings without do_sample: some models have them, save_pretrained refuses them
             policy.lm.generation_config.do_sample = True
-        try:
+        # OSError, or a kind of safetensors' own.
+        with blamed(f"{folder} can't be written; with room for it, the same command goes on", Exception):
             policy.lm.save_pretrained(unfinished, state_dict=state)
             policy.lm.config.dtype = dtype    # the above has written that of the shards
             policy.lm.config.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
             unfinished.rename(folder)
-        except Exception as e:    # OSError, or a kind of safetensors' own
-            raise UserError(f"{folder} can't be written: {e}. With room for it, the same command goes on") from e
     dist.barrier()
 
 # --- train ------------------------------------------------------------------------------------------------------------
@@ -1218,22 +1205,17 @@ def rollout(engine: Engine, rows: list[Row], n: int, temperature: float, seed: i
     completions a reward failed: every rank then knows the whole step, and only the loss is left to reduce."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share, groups, failures = rows[len(rows) * rank // world_size:len(rows) * (rank + 1) // world_size], [], []
-    STATUS["phase"] = phase
-    try:
-        STATUS["breakable"] = True
-        if STATUS["signal"]:    # it came before
-            raise Broken
-        groups = engine.sample(share, n, temperature, seed * world_size + rank, phase)
-        failures = pool.score(groups)
-        STATUS["breakable"] = False
-    except Broken:
+    with contextlib.suppress(Broken):    # as on_signal raises it, `breakable` is off again
+        STATUS.update(phase=phase, breakable=True)
+        if not STATUS["signal"]:    # one may have come before
+            groups = engine.sample(share, n, temperature, seed * world_size + rank, phase)
+            failures = pool.score(groups)
         STATUS["breakable"] = False
     groups, failures = (list(itertools.chain(*shares)) for shares in zip(*gathered((groups, failures))))
     if failures:
         say(f"warning: a reward failed on {len(failures)} of {len(rows) * n} completions, now 0: {failures[-1]}")
-    names = [failure.partition(": ")[0] for failure in failures]
-    for name in {name for name in names if names.count(name) == len(rows) * n}:
-        raise UserError(f"the reward {name} failed on every completion of a step, at last {failures[-1]}")
+    for name, count in Counter(failure.partition(": ")[0] for failure in failures).items():
+        need(count < len(rows) * n, f"the reward {name} failed on every completion of a step, at last {failures[-1]}")
     return groups, len(failures)
 
 def evaluate(engine: Engine, sets: dict[str, list[Row]], pool: RewardPool, run: Run, step: int) -> dict[str, float]:
@@ -1245,7 +1227,8 @@ def evaluate(engine: Engine, sets: dict[str, list[Row]], pool: RewardPool, run: 
             groups = n and rollout(engine, rows, n, temperature, cfg.seed, pool, "evaluation")[0]
             if n and not temperature:
                 run.write_samples(groups, step, "eval")
-                metrics[prefix + "reward"] = sample_metrics(groups)["reward/mean"]
+                mean = reward_table(groups).nanmean().item()
+                metrics |= {} if math.isnan(mean) else {prefix + "reward": mean}    # no reward may apply
             for k in (2**i for i in range(n.bit_length())) if n and "correct" in groups[0][0].rewards else []:
                 wrong = [sum(s.rewards["correct"] < 1 for s in group) for group in groups]
                 metrics[prefix + (f"pass@{k}" if temperature else "accuracy")] = (    # arXiv:2107.03374, eq. 1
@@ -1257,8 +1240,7 @@ def self_test(engine: Engine, policy: Policy, rows: list[Row], cfg: Config, pack
     it shows here, and so does a model that vLLM or the packed rows compute differently."""
     groups = engine.sample(rows, cfg.num_generations, cfg.temperature, cfg.seed, "self-test")
     budget = cfg.tokens_per_micro_batch if packed else 1
-    samples = split([s for group in groups for s in group], 1, budget)[0][0]    # what fits
-    batch = pack(samples, packed, device)
+    batch = pack(split([*itertools.chain(*groups)], 1, budget)[0][0], packed, device)    # what fits
     with torch.no_grad():
         gap = (policy(batch)[0] - batch.engine_logprobs).abs()
     limit = 0.25 if cfg.bf16 else 1e-3
@@ -1288,21 +1270,20 @@ class Trainer:
         self.tensors = training_tensors(self.policy, self.optimizer)
         data = hashlib.sha256(repr([(row.prompt_ids, row.columns.get("answer")) for row in rows]).encode()).hexdigest()
         # What the rest of the run depends on beside the tensors. `metrics`: of the step, until evaluated and written.
-        self.state = load_checkpoint(self.run, self.tensors, data) or {
-            "step": 0, "drawn": 0, "beta": cfg.beta, "elapsed": 0.0, "skipped": 0, "best": -1.0, "evals": [],
-            "alarms": [], "metrics": {"step": 0}, "data": data}
-        self.saved = self.state["step"]
+        self.state = state = load_checkpoint(self.run, self.tensors, data) or {
+            "step": 0, "drawn": 0, "beta": cfg.beta, "elapsed": 0.0, "skipped": 0, "evals": [], "alarms": [],
+            "metrics": {"step": 0}, "data": data}
         self.engine = Engine(cfg, model_config, self.tokenizer, stop_ids, device)
         self.engine.load(self.policy)
         self_test(self.engine, self.policy, (rows or [*self.held_out.values()][0])[:2], cfg, packed, device)
-        self.run.rewind(self.saved or -1, not self.state["metrics"])
+        self.run.rewind(state["step"], not state["metrics"])
         say(f"{cfg.model_name_or_path} on {dist.get_world_size()} x {device.type}: {cfg.prompts_per_step} prompts x "
             f"{cfg.num_generations} completions a step, {len(rows)} prompts to train on, "
             f"{sum(map(len, self.held_out.values()))} held out; output in {self.run.folder}"
-            + f", going on after step {self.saved}" * (self.saved > 0))
+            + f", going on after step {state['step']}" * (state["step"] > 0))
 
     def train(self) -> None:
-        cfg, state = self.cfg, self.state
+        cfg, state, saved = self.cfg, self.state, self.state["step"]
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, on_signal)
         try:
@@ -1310,24 +1291,25 @@ class Trainer:
                 if state["metrics"]:
                     self.finish_step()
                 done = state["step"] == cfg.max_steps
-                if (done or state["step"] % cfg.save_steps == 0) and state["step"] != self.saved:
-                    self.saved = save_checkpoint(self.run, self.tensors, state)
+                if (done or state["step"] % cfg.save_steps == 0) and state["step"] != saved:
+                    saved = save_checkpoint(self.run, self.tensors, state)
                 if done or cfg.eval_only:
                     break
                 self.step()
                 need(state["skipped"] < cfg.max_skipped_steps, f"{state['skipped']} steps in a row had a gradient that "
                      "was not finite: lower --learning-rate; their completions are in samples.jsonl")
-        except Stopped:
-            if state["step"] != self.saved:
+        except Stopped as e:
+            if state["step"] != saved:
                 save_checkpoint(self.run, self.tensors, state)
             say(f"stopped after step {state['step']}: with --output-dir {self.run.folder}, the same command goes on")
             dist.barrier()
-            raise
+            os._exit(128 + e.args[0])
         self.pool.executor.shutdown()
         if not cfg.eval_only:
             save_model(self.policy, self.tokenizer, model := self.run.folder / "model", self.engine.dtype)
             for name, before in state["evals"][0].items():
-                say(f"{name}: {before:.3f} before, {state['evals'][-1][name]:.3f} after {cfg.max_steps} steps")
+                after = state["evals"][-1].get(name, math.nan)
+                say(f"{name}: {before:.3f} before, {after:.3f} after {cfg.max_steps} steps")
             say(f"{state['elapsed'] / 60:.1f} minutes of training; the model is in {model}: load it with\n"
                 f"  AutoModelForCausalLM.from_pretrained({str(model)!r})   or   vllm serve {model}")
 
@@ -1360,11 +1342,9 @@ class Trainer:
         self.run.write_samples(groups, step, "train")
         self.engine.sleep()
         sampled = time.perf_counter()
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = learning_rate(step - 1, cfg)
-        metrics = {"step": step, **sample_metrics(groups), **counts, **train_on(
-            groups, self.policy, self.reference, self.optimizer, cfg, self.packed, self.device, state["beta"]),
-            "policy/learning_rate": learning_rate(step - 1, cfg)}
+        rate = self.optimizer.param_groups[0]["lr"] = learning_rate(step - 1, cfg)
+        metrics = {"step": step, **sample_metrics(groups), **counts, "policy/learning_rate": rate, **train_on(
+            groups, self.policy, self.reference, self.optimizer, cfg, self.packed, self.device, state["beta"])}
         trained = time.perf_counter()
         self.engine.load(self.policy)
         loaded = time.perf_counter()
@@ -1373,14 +1353,13 @@ class Trainer:
                     "time/tokens_per_second": metrics["completion/tokens"] / (loaded - began),
                     "time/peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else
                     resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}    # of rank 0 so far
-        kl, target, skipped = metrics.get("policy/kl"), cfg.kl_target, metrics["policy/nonfinite_updates"]
-        # Adaptive beta: PPO, arXiv:1707.06347, section 4.
+        kl, target = metrics.get("policy/kl"), cfg.kl_target    # adaptive beta: PPO, arXiv:1707.06347, section 4
         adapt = 1 if not target or kl is None else 2 if kl > 1.5 * target else 0.5 if kl < target / 1.5 else 1
         for alarm in (found := alarms(metrics, groups[0][0])) - {*state["alarms"]}:
             say(f"warning: step {step}: {alarm}")
         state |= {"step": step, "drawn": self.loader.drawn, "elapsed": state["elapsed"] + loaded - began,
-                  "skipped": state["skipped"] + 1 if skipped else 0, "alarms": [*found],
-                  "beta": state["beta"] * adapt, "metrics": {
+                  "skipped": state["skipped"] + 1 if metrics["policy/nonfinite_updates"] else 0,
+                  "beta": state["beta"] * adapt, "alarms": [*found], "metrics": {
                       name: x if x is not None and math.isfinite(x) else None for name, x in metrics.items()}}
 
     def finish_step(self) -> None:
@@ -1390,8 +1369,7 @@ class Trainer:
             found = evaluate(self.engine, self.held_out, self.pool, self.run, metrics["step"])
             taken = time.perf_counter() - began
             metrics |= found | {"time/evaluation": taken}
-            state |= {"evals": [*state["evals"][:1], found], "elapsed": state["elapsed"] + taken,
-                      "best": max(state["best"], found.get("eval/accuracy", -1.0))}
+            state |= {"evals": [*state["evals"][:1], found], "elapsed": state["elapsed"] + taken}
         state["metrics"], metrics["time/elapsed"] = None, state["elapsed"]
         self.run.write("metrics.jsonl", [metrics])
         if metrics["step"]:
@@ -1415,10 +1393,10 @@ def fail(e: BaseException, name: str) -> None:
 def main() -> None:
     import tyro
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # until there is something to save
-    about = __doc__.partition("\n")[0]
-    cfg = tyro.cli(Config, description=about)
+    parse = functools.partial(tyro.cli, Config, description=__doc__.partition("\n")[0])
+    cfg = parse()
     if chosen := RECIPES[cfg.recipe]:
-        cfg = tyro.cli(Config, description=about, default=replace(Config(), recipe=cfg.recipe, **chosen))
+        cfg = parse(default=Config(recipe=cfg.recipe, **chosen))
         say(f"recipe {cfg.recipe}: " + " ".join(f"--{name.replace('_', '-')} {getattr(cfg, name)}" for name in chosen))
     rank, world_size, local_rank, local_size = (int(os.environ.get(name, default)) for name, default in (
         ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
@@ -1428,25 +1406,20 @@ def main() -> None:
              "start it with torchrun: torchrun --standalone --nproc-per-node <GPUs, or 1> grpo.py ...")
         need(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or cfg.output_dir and world_size == local_size,
              "torchrun --max-restarts needs an --output-dir, where a restart finds the run, and a single machine")
-        import transformers
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
+        os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}    # read at its import
         logging.getLogger("vllm").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore")
         sys.warnoptions.append("ignore:resource_tracker")    # it complains of processes that end at once
-        gpu = cfg.device != "cpu" and torch.cuda.is_available()
-        device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
-        if gpu:
-            torch.cuda.set_device(device)
+        if gpu := cfg.device != "cpu" and torch.cuda.is_available():
+            torch.cuda.set_device(local_rank)
         else:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))    # torchrun would leave it at 1
         # A prefix of its own: ranks that torchrun starts again would else find the addresses of the dead.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         STATUS["store"] = store = dist.PrefixStore(attempt, next(rendezvous("env://"))[0])
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=world_size)
+        device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
         Trainer(cfg, device).train()    # the engine's exit handler ends the process group
-    except Stopped as e:
-        os._exit(128 + e.args[0])
     except Exception as e:
         fail(e, f"grpo.py{f' (rank {rank})' if world_size > 1 else ''}")
 

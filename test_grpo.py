@@ -430,7 +430,8 @@ def test_arithmetic(low, high, operators, size, sizes):
     *((line, "`prompt` or `question`") for line in ("5", '["prompt"]', '{"answer": 1}')),
     *(('{"answer": 1, "prompt": %s}' % prompt, "prompt") for prompt in (
         '""', '" "', "5", "null", "[]", '["a"]', '[{"role": "user"}]', '[{"role": "user", "content": ""}]')),
-    ('{"answer": 1, "question": ""}', "question"), ('{"prompt": "a"}', "`answer`"),
+    ('{"answer": 1, "question": ""}', "question"), ('{"answer": 1, "prompt": "\\ud800"}', "prompt must be Unicode"),
+    ('{"prompt": "a"}', "`answer`"),
     *(('{"prompt": "a", "answer": %s}' % answer, "`answer`") for answer in ("null", "true", "[1]", '""', "{}"))])
 def test_a_bad_row_is_named(tmp_path, line, named):
     file = tmp_path / "bad.jsonl"
@@ -695,7 +696,7 @@ def little(level, completions):
     assert grpo.call_reward("format", reward_group(("7", "#### 8", "so \\boxed{7}"))) == [0.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("values", ["[1.0, 2.0]", "[1.0] * 4", "[]", "[1, 2, math.nan]", "[1, 2, math.inf]",
+@pytest.mark.parametrize("values", ["[1.0, 2.0]", "[1.0] * 4", "[]", "[1, 2, math.nan]", "[1, 2, math.inf]", "[10**400] * 3",
                                     "['1', '2', '3']"])
 def test_a_reward_that_returns_nonsense_is_named(values, rules, pool):
     [name] = rules(f"def my_rule(completions):\n    return {values}\n")
@@ -782,12 +783,12 @@ def test_soft_overlong_punishment(pool):
 def test_load_function(tmp_path):
     assert grpo.reward_weights(Config(reward=("correct", "format:0.2", "a/b.py:f", "a.py:f:-1e-1"))) == {
         "correct": 1, "format": 0.2, "a/b.py:f": 1, "a.py:f": -0.1}
-    for name, text in (("rule", "from math import pi\nbad = 3\ndef short(completions):\n    return [pi]\n"),
+    for name, text in (("rule", "from math import pi\nbad, most = 3, max\ndef short(completions):\n    return [pi]\n"),
                        ("broken", "import no_such_module\n"), ("syntax", "def f(:\n")):
         (tmp_path / f"{name}.py").write_text(text)
     assert grpo.load_function("reward", f"{tmp_path}/rule.py:short")(["a"]) == [math.pi]
     for spec, message in (("none.py:f", "no file"), ("corect", "no file"), ("rule.py:long", "no function 'long'"),
-                          ("rule.py:bad", "no function 'bad'"), ("syntax.py:f", "SyntaxError"),
+                          ("rule.py:bad", "no function 'bad'"), ("rule.py:most", "no function 'most'"), ("syntax.py:f", "SyntaxError"),
                           ("broken.py:f", "no_such_module")):
         with pytest.raises(UserError, match=f"--reward {tmp_path}/{re.escape(spec)}: .*{message}"):
             grpo.load_function("reward", f"{tmp_path}/{spec}")
@@ -1124,6 +1125,9 @@ def test_a_damaged_checkpoint_is_passed_over(models, tmp_path, capsys, damage, f
     assert grpo.load_checkpoint(run, tensors, "")["step"] == 9 and torch.equal(weights_of(policy), before)
     assert f"{run.folder}/checkpoint-10 is damaged" in capsys.readouterr().out
     assert [folder.name for folder in run.checkpoints()] == ["checkpoint-9"]    # the damaged one is not among those kept
+    grpo.save_checkpoint(run, tensors, {"step": 10, "data": ""})
+    (run.folder / "checkpoint-10" / "complete.json").write_text("null")    # once more, in another way
+    assert grpo.load_checkpoint(run, tensors, "")["step"] == 9
 
 
 def test_checkpoints_are_few_and_whole(models, tmp_path, capsys):
@@ -1141,6 +1145,7 @@ def test_checkpoints_are_few_and_whole(models, tmp_path, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     out = capsys.readouterr().out
     assert "checkpoint-11 can't be written" in out and out.count("metrics.jsonl can't be written") == 1
+    assert all(out.split("\n")[:-1])    # no empty lines
     assert sorted(f.name for f in run.folder.glob("checkpoint*")) == ["checkpoint-10", "checkpoint-3"]
     assert grpo.load_checkpoint(run, tensors, "")["step"] == 10
 
@@ -1426,6 +1431,8 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
          "MASTER_PORT": "0"}
 REWARDS = """
 import os
+def none(completions):
+    return [None] * len(completions)
 def low(completion_ids, **_):
     return [sum(i < 60 for i in ids) / len(ids) for ids in completion_ids]
 def misspelt(completions, **_):
@@ -1632,7 +1639,7 @@ def test_run_with_the_flags_of_kl_and_of_other_data(place, monkeypatch):
         change = 2 if now["policy/kl"] > 1.5e-3 else 0.5 if now["policy/kl"] < 1e-3 / 1.5 else 1
         assert then["policy/beta"] == approx(now["policy/beta"] * change)
     kl = [m["policy/kl"] for m in steps]
-    assert kl[0] == kl[2] == 0 < min(kl[1], kl[3])    # the reference is the policy after step 2
+    assert kl[0] == 0 < min(kl[1:])    # the reference is the policy as it was at the start
 
 
 def test_eval_only(place):
@@ -1640,6 +1647,13 @@ def test_eval_only(place):
     [m] = lines(out / "metrics.jsonl")
     assert m["step"] == 0 and "eval/accuracy" in m and len(lines(out / "samples.jsonl")) == 6
     assert not (out / "model").exists()
+
+
+def test_a_reward_that_applies_to_nothing_teaches_nothing(place):
+    flags = RUN_D.replace("--eval-only", "--max-steps 1 --prompts-per-step 2 --num-generations 2 --reward {0}/rewards.py:none")
+    first, last = lines(run(place, flags, "none", ranks=0, script=(__file__, "without_engine")) / "metrics.jsonl")
+    assert "eval/accuracy" in first and "eval/reward" not in first and math.nan not in last.values()
+    assert last["reward/mean"] is None and last["policy/updates"] == 0 and last["reward/zero_std_groups"] == 1
 
 
 @pytest.mark.parametrize("flags, said", [
@@ -1895,7 +1909,7 @@ def no_weights(place) -> Path:
     ("--dataset {0}/missing.jsonl", "grpo.py: dataset {0}/missing.jsonl: no such file"),
     ("--dataset {0}/bad.jsonl", "grpo.py: {0}/bad.jsonl line 2: not JSON"),
     ("--num-generations 1", "grpo.py: --num-generations 1 must be at least 2"),
-    ("--device cuda", "grpo.py: --device cuda, but torch sees no GPU"),
+    ("--device cuda", "grpo.py: --device 'cuda' needs a GPU and torch sees none"),
     ("--output-dir {0}/used", "grpo.py: --output-dir {0}/used holds a run with --model-name-or-path None, not"),
     ("--reward {0}/rewards.py:no", "grpo.py: --reward {0}/rewards.py:no: {0}/rewards.py has no function 'no'"),
 ])
