@@ -282,17 +282,12 @@ def load_data(cfg: Config, tokenizer) -> tuple[list[Row], dict[str, list[Row]]]:
          f"train on and {len(known)} held out (--eval-size), fewer than the --prompts-per-step {cfg.prompts_per_step}")
     return train, {name: rows for name, rows in sets.items() if rows}
 
-class Loader:
-    """An endless stream of rows, each once an epoch, in an order of its own each epoch. Its whole state is `drawn`."""
-
-    def __init__(self, rows: list[Row], seed: int):
-        self.rows, self.seed, self.drawn = rows, seed, 0
-
-    def next(self, n: int) -> list[Row]:
-        """The next n rows, the same ones on every rank."""
-        size, start, self.drawn = len(self.rows), self.drawn, self.drawn + n
-        orders = (random.Random(f"{self.seed} {e}").sample(self.rows, size) for e in itertools.count(start // size))
-        return [*itertools.islice(itertools.chain.from_iterable(orders), start % size, start % size + n)]
+def draw(rows: list[Row], seed: int, start: int, n: int) -> list[Row]:
+    """The n rows after the first `start` of an endless stream, the same on every rank: each row once an epoch, in an
+    order of its own each epoch."""
+    epoch, place = divmod(start, len(rows))
+    orders = (random.Random(f"{seed} {e}").sample(rows, len(rows)) for e in itertools.count(epoch))
+    return [*itertools.islice(itertools.chain.from_iterable(orders), place, place + n)]
 
 # --- reward -----------------------------------------------------------------------------------------------------------
 @dataclass
@@ -522,16 +517,17 @@ class Engine:
     def __init__(self, cfg: Config, model_config, tokenizer, stop_ids: list[int], device: torch.device):
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
                        "VLLM_CPU_OMP_THREADS_BIND": "nobind"}    # by default it pins the trainer to one core as well
-        from vllm import LLM
-        self.cfg, self.tokenizer, self.stop_ids, self.cpu = cfg, tokenizer, stop_ids, device.type == "cpu"
-        self.sleeps = cfg.vllm_enable_sleep_mode and not self.cpu
-        self.dtype = torch.bfloat16 if cfg.bf16 else torch.float32
+        from vllm import LLM, SamplingParams
+        self.cpu, self.dtype = device.type == "cpu", torch.bfloat16 if cfg.bf16 else torch.float32
+        self.tokenizer, self.sleeps = tokenizer, cfg.vllm_enable_sleep_mode and not self.cpu
+        self.params = functools.partial(SamplingParams, max_tokens=cfg.max_completion_length, logprobs=0,
+                                        flat_logprobs=True, detokenize=False, stop_token_ids=stop_ids)
         sequences = min(cfg.prompts_per_step // dist.get_world_size() * cfg.num_generations, 256 if self.cpu else 1024)
         brief = cfg.max_steps * sequences * cfg.max_completion_length < 10**6    # then compiling on a CPU costs more
-        memory = (dict(kv_cache_memory_bytes=cpu_cache_bytes(cfg, model_config, sequences), block_size=32)
-                  if self.cpu else
-                  dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization, enable_sleep_mode=self.sleeps))
-        try:
+        memory = (dict(kv_cache_memory_bytes=cpu_cache_bytes(cfg, model_config, sequences), block_size=32) if self.cpu
+                  else dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization, enable_sleep_mode=self.sleeps))
+        with blamed("vLLM did not start (short of memory? --vllm-gpu-memory-utilization and --vllm-max-model-length set "
+                    "what it takes)", ValueError, RuntimeError):
             self.llm = LLM(
                 cfg.model_name_or_path, dtype=self.dtype, seed=cfg.seed + dist.get_rank(), **memory,
                 distributed_executor_backend="external_launcher",    # this process is the engine's worker
@@ -541,17 +537,12 @@ class Engine:
                 skip_tokenizer_init=True, enable_prefix_caching=True, disable_log_stats=True,
                 max_model_len=cfg.max_length, max_num_seqs=sequences, max_num_batched_tokens=max(8192, cfg.max_length),
                 enforce_eager=self.cpu and brief if cfg.vllm_enforce_eager is None else cfg.vllm_enforce_eager)
-        except (ValueError, RuntimeError) as e:
-            raise UserError(f"vLLM did not start: {(str(e) or type(e).__name__).splitlines()[0]} (short of memory? "
-                            "--vllm-gpu-memory-utilization and --vllm-max-model-length set what it takes)") from e
 
     def sample(self, rows: list[Row], n: int, temperature: float, seed: int, phase: str) -> list[list[Sample]]:
         """n completions of each row's prompt; `seed` fixes the draw."""
-        from vllm import SamplingParams
         torch.manual_seed(seed)    # vLLM draws from this process's global generator: there is no other state to keep
-        params = SamplingParams(n=n, temperature=temperature, max_tokens=self.cfg.max_completion_length, logprobs=0,
-                                flat_logprobs=True, detokenize=False, stop_token_ids=self.stop_ids)
-        outputs = self.llm.generate([{"prompt_token_ids": row.prompt_ids} for row in rows], params,
+        outputs = self.llm.generate([{"prompt_token_ids": row.prompt_ids} for row in rows],
+                                    self.params(n=n, temperature=temperature),
                                     use_tqdm=ON_TERMINAL and functools.partial(progress, phase)) if rows else []
         return [[Sample(row, list(c.token_ids), list(c.logprobs.logprobs), c.finish_reason == "length",
                         self.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in output.outputs]
@@ -614,8 +605,8 @@ def set_token_weights(groups: list[list[Sample]], cfg: Config) -> list[Sample]:
     in_loss = lambda s: s.reward is not None and not (cfg.mask_truncated_completions and s.truncated)
     tokens = sum(len(s.ids) for s in samples if in_loss(s)) or 1
     for s in samples:
-        s.token_weight = {"grpo": 1 / (len(samples) * len(s.ids)), "dapo": 1 / tokens, "cispo": 1 / tokens,
-                          "dr_grpo": 1 / (len(samples) * cfg.max_completion_length)}[cfg.loss_type]
+        s.token_weight = 1 / {"grpo": len(samples) * len(s.ids), "dapo": tokens, "cispo": tokens,
+                              "dr_grpo": len(samples) * cfg.max_completion_length}[cfg.loss_type]
     some = any(map(has_signal, groups))    # else a step would only follow the optimizer's momentum
     return [s for group in groups if has_signal(group) or some and not cfg.skip_zero_std_groups
             for s in group if in_loss(s)]
@@ -636,7 +627,8 @@ class Batch:
     old_logprobs: Tensor | None = None      # [T] the trainer's, at the weights that sampled
     ref_logprobs: Tensor | None = None      # [T]
 
-EMPTY = Sample(Row("", [0], {}), [0], [0.0], False, "")    # weighs nothing; keeps ranks without samples in step
+def by_row(samples: list[Sample]) -> list[list[Sample]]:
+    return [list(group) for _, group in itertools.groupby(samples, key=lambda s: id(s.row))]
 
 def packed_tokens(samples: list[Sample]) -> int:
     """Length of a row with these samples: each prompt once, and the completions."""
@@ -651,72 +643,63 @@ def split(samples: list[Sample], world_size: int, budget: int) -> list[list[list
     share, cuts, ranks = before[-1] / world_size, [0], []
     for k in range(1, world_size):
         off = lambda cut: abs(before[cut] - k * share)
-        whole_groups = min((i for i, new in enumerate(first) if new), key=off)
-        cuts.append(whole_groups if off(whole_groups) <= 0.025 * share else min(range(len(before)), key=off))
+        cuts.append(min(range(len(before)), key=lambda cut: (not first[cut] or off(cut) > 0.025 * share, off(cut))))
     for a, b in itertools.pairwise([*cuts, len(samples)]):
-        pieces = [[]]
-        for _, group in itertools.groupby(samples[a:b], key=lambda s: id(s.row)):
-            group = list(group)
+        pieces = []
+        for group in by_row(samples[a:b]):
             for part in [group] if packed_tokens(group) <= budget else [[s] for s in group]:
-                if pieces[-1] and packed_tokens(pieces[-1] + part) > budget:
+                if not pieces or packed_tokens(pieces[-1] + part) > budget:
                     pieces.append([])
                 pieces[-1] += part
         ranks.append(pieces)
-    most = max(map(len, ranks))
-    return [pieces + [[]] * (most - len(pieces)) for pieces in ranks]
+    return [pieces + [[]] * (max(map(len, ranks)) - len(pieces)) for pieces in ranks]
 
 def pack(samples: list[Sample], packed: bool, device: torch.device) -> Batch:
     """A micro-batch in one row: each group is its prompt and then its completions, whose positions all go on from the
-    prompt's. A completion's last token is scored but never read. With `packed` off, a row of a single completion under
-    the model's own attention."""
-    samples = samples or [EMPTY]
+    prompt's. A completion's last token is scored, never read. `packed` off: one completion, the model's attention."""
+    samples = samples or [Sample(Row("", [0], {}), [0], [0.0], False, "")]    # weighs nothing; keeps the rank in step
     pieces = []    # of each prompt and each completion: tokens, position of the first, number of its prompt's piece
-    for _, group in itertools.groupby(samples, key=lambda s: id(s.row)):
-        group, number = list(group), len(pieces)
-        prompt = group[0].row.prompt_ids
+    for group in by_row(samples):
+        prompt, number = group[0].row.prompt_ids, len(pieces)
         pieces += [(prompt, 0, number), *((s.ids[:-1], len(prompt), number) for s in group)]
     tokens, firsts, parents = zip(*pieces)
     lengths = [len(ids) for ids in tokens]
-    ends = [*itertools.accumulate(lengths)]
-    score_index = [(ends[parent] - 1, *range(end - length, end))    # the prompt's end predicts every first token
-                   for i, (parent, length, end) in enumerate(zip(parents, lengths, ends)) if parent != i]
+    places = [range(end - length, end) for length, end in zip(lengths, itertools.accumulate(lengths))]
+    # The prompt's end predicts the first token of every completion.
+    score_index = [(places[parent][-1], *places[i]) for i, parent in enumerate(parents) if parent != i]
     positions = [range(first, first + length) for first, length in zip(firsts, lengths)]
     flat = lambda lists: torch.tensor([*itertools.chain.from_iterable(lists)], device=device)
-    attention = (flex_mask if device.type == "cuda" else sequence_tables)(lengths, parents, device) if packed else {}
+    attention = packed_attention(lengths, parents, device) if packed else {}
     return Batch(flat(tokens)[None], flat(positions)[None], attention, flat(score_index), flat(s.ids for s in samples),
                  flat([i] * len(s.ids) for i, s in enumerate(samples)),
                  flat([s.advantage] * len(s.ids) for s in samples),
                  flat([s.token_weight] * len(s.ids) for s in samples), flat(s.engine_logprobs for s in samples))
 
-def flex_mask(lengths: list[int], parents: tuple[int, ...], device: torch.device) -> dict:
-    """On GPUs: FlexAttention's block mask; a token sees its own sequence up to itself, and its prompt."""
-    from torch.nn.attention.flex_attention import create_block_mask
+def packed_attention(lengths: list[int], parents: tuple[int, ...], device: torch.device) -> dict:
+    """That a token sees its own sequence up to itself, and its prompt: on GPUs as FlexAttention's block mask, on the
+    CPU as tables of where the sequences and what they see lie in the row, for `grouped_attention`."""
     n = sum(lengths)
-    own, prompt = (torch.tensor(numbers, device=device).repeat_interleave(torch.tensor(lengths, device=device))
-                   for numbers in (range(len(parents)), parents))                       # [N] each
-    sees = lambda b, h, q, k: (q >= k) & ((own[q] == own[k]) | (prompt[q] == own[k]))
-    return {"attention_mask": create_block_mask(sees, None, None, n, n, device=device)}
-
-def sequence_tables(lengths: list[int], parents: tuple[int, ...], device: torch.device) -> dict:
-    """On the CPU: where the packed row's sequences lie, for `grouped_attention`."""
-    places = torch.arange(sum(lengths), device=device).split(lengths)
-    table = lambda numbers: nn.utils.rnn.pad_sequence([places[i] for i in numbers], True, -1)
-    causal = lambda index: torch.ones(index.shape[1], index.shape[1], device=device).tril().bool()[None]
+    if device.type == "cuda":
+        from torch.nn.attention.flex_attention import create_block_mask
+        own, prompt = (torch.tensor(numbers, device=device).repeat_interleave(torch.tensor(lengths, device=device))
+                       for numbers in (range(len(parents)), parents))                   # [N] each
+        sees = lambda b, h, q, k: (q >= k) & ((own[q] == own[k]) | (prompt[q] == own[k]))
+        return {"attention_mask": create_block_mask(sees, None, None, n, n, device=device)}
+    places = torch.arange(n, device=device).split(lengths)
+    table = lambda numbers: nn.utils.rnn.pad_sequence([places[i] for i in numbers], True, n)    # n lies after all
     completions = [i for i, parent in enumerate(parents) if i != parent]
     prompts, own = table(sorted({*parents})), table(completions)                        # [P, Lp], [C, Lc]
-    above = table(parents[i] for i in completions)                                      # [C, Lp]
-    mask = torch.cat([(above >= 0)[:, None].expand(-1, own.shape[1], -1), causal(own).expand(len(own), -1, -1)], 2)
-    order = torch.cat([prompts.flatten(), own.flatten()])    # of the padded sequences' tokens
-    place = (order >= 0).nonzero()[order[order >= 0].argsort(), 0]    # [N] of each token among them
-    return {"tables": [(prompts.clamp(0), prompts.clamp(0), causal(prompts)),
-                       (own.clamp(0), torch.cat([above, own], 1).clamp(0), mask), place]}
+    seen = torch.cat([table(parents[i] for i in completions), own], 1)                  # [C, Lp + Lc]
+    place = torch.cat([prompts.flatten(), own.flatten()]).argsort()[:n]                 # [N] of each token in them
+    return {"place": place, "tables": [(q.clamp(max=n - 1), k.clamp(max=n - 1), k[:, None] <= q[:, :, None])
+                                       for q, k in ((prompts, prompts), (own, seen))]}
 
-def grouped_attention(module, query, key, value, attention_mask, scaling, tables, **kwargs):
+def grouped_attention(module, query, key, value, attention_mask, scaling, tables, place, **kwargs):
     """Attention over a packed row without the forbidden pairs: the prompts over themselves, the completions over their
     prompt and themselves. query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                       # [N, heads, D]
     share, outputs, exact = q.shape[1] // k.shape[1], [], torch.promote_types(q.dtype, torch.float32)
-    for q_index, k_index, mask in tables[:2]:    # of the completions nothing is read if each is one token
+    for q_index, k_index, mask in tables:    # of the completions nothing is read if each is one token
         # Query heads that share a key head are stacked along the length, so that keys are never repeated.
         qs = q[q_index].unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [S, K, share * Lq, D]
         ks, vs = (x[k_index].transpose(1, 2) for x in (k, v))                           # [S, K, Lk, D]
@@ -727,7 +710,7 @@ def grouped_attention(module, query, key, value, attention_mask, scaling, tables
         else:
             out = F.scaled_dot_product_attention(qs, ks, vs, mask, scale=scaling)
         outputs.append(out.unflatten(2, (share, q_index.shape[1])).permute(0, 3, 1, 2, 4).reshape(-1, *q.shape[1:]))
-    return torch.cat(outputs)[tables[2]][None], None
+    return torch.cat(outputs)[place][None], None
 
 # --- policy -----------------------------------------------------------------------------------------------------------
 class TokenLogprobs(torch.autograd.Function):
@@ -736,8 +719,7 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
         logprobs, entropy, log_z = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))    # [N]
-        for s in chunks(hidden, weight):
-            z = logits(hidden[s], weight, temperature)                                  # [chunk, V]
+        for s, z in chunks(hidden, weight, temperature):
             log_z[s] = z.logsumexp(-1)    # log_softmax is less exact over large vocabularies
             log_p = z.sub_(log_z[s, None])
             logprobs[s] = log_p.gather(1, targets[s, None])[:, 0]
@@ -752,15 +734,12 @@ class TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         d_logprobs = torch.zeros_like(log_z) if d_logprobs is None else d_logprobs / ctx.temperature
-        for s in chunks(hidden, weight):
-            log_p = logits(hidden[s], weight, ctx.temperature).sub_(log_z[s, None])     # [chunk, V]
-            if d_entropy is None:
-                dz = log_p.exp_().mul_(-d_logprobs[s, None])
-            else:    # d entropy / dz = -p (log p + entropy)
-                d_h = d_entropy[s, None] / ctx.temperature
-                dz = -log_p.exp() * (d_logprobs[s, None] + d_h * (log_p + entropy[s, None]))
-            dz.scatter_add_(1, targets[s, None], d_logprobs[s, None])                   # d logprob / dz = onehot - p
-            dz = dz.to(hidden.dtype)
+        for s, z in chunks(hidden, weight, ctx.temperature):
+            log_p, slope = z.sub_(log_z[s, None]), d_logprobs[s, None]
+            if d_entropy is not None:    # d entropy / dz = -p (log p + entropy)
+                slope = slope + d_entropy[s, None] / ctx.temperature * (log_p + entropy[s, None])
+            dz = log_p.exp_().mul_(-slope).scatter_add_(1, targets[s, None], d_logprobs[s, None])
+            dz = dz.to(hidden.dtype)                                                    # d logprob / dz = onehot - p
             d_hidden[s] = dz @ weight
             if hidden.dtype == d_weight.dtype:    # without a second [V, D]
                 d_weight.addmm_(dz.T, hidden[s])
@@ -768,14 +747,12 @@ class TokenLogprobs(torch.autograd.Function):
                 d_weight += dz.T @ hidden[s]
         return d_hidden, d_weight.to(weight.dtype), None, None
 
-def logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Logits over temperature as float32; the product itself, with the division inside, is in the inputs' dtype."""
-    return torch.addmm(weight.new_zeros(1), hidden, weight.T, beta=0, alpha=1 / temperature).float()
-
-def chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Slices of tokens whose logits are held at once: 2**23 on the CPU, near its cache; more to keep a GPU busy."""
+def chunks(hidden: Tensor, weight: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of tokens and their logits over temperature, [chunk, V] in float32; the product itself, with the division
+    inside, is in the inputs' dtype. Of 2**23 logits on the CPU, near its cache; of more to keep a GPU busy."""
     size = max(1, 2 ** (27 if weight.is_cuda else 23) // len(weight))
-    return (slice(i, i + size) for i in range(0, len(hidden), size))
+    for s in (slice(i, i + size) for i in range(0, len(hidden), size)):
+        yield s, torch.addmm(weight.new_zeros(1), hidden[s], weight.T, beta=0, alpha=1 / temperature).float()
 
 def token_logprobs(hidden: Tensor, lm_head_weight: Tensor, targets: Tensor,
                    temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -795,9 +772,8 @@ class Policy(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         hidden = self.lm.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False,
                                     **batch.attention).last_hidden_state                # [1, N, D]
-        # The head inside this forward: here FSDP has gathered its weight.
-        return token_logprobs(hidden[0, batch.score_index], self.lm.get_output_embeddings().weight,
-                              batch.targets, self.temperature)
+        head = self.lm.get_output_embeddings().weight    # inside this forward: here FSDP has gathered it
+        return token_logprobs(hidden[0, batch.score_index], head, batch.targets, self.temperature)
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Names and whole tensors, gathered one at a time: all ranks must go through all of them."""
@@ -808,11 +784,9 @@ def load_tokenizer(cfg: Config):
     model that can't be found, is too short, or whose logits are more than hidden state times head."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     name = cfg.model_name_or_path
-    try:
+    with blamed(f"--model-name-or-path {name}: no such folder, and no model hub has it or can be reached (./run.sh "
+                "brings a model along)", Exception):    # transformers has a dozen kinds
         model_config, tokenizer = AutoConfig.from_pretrained(name), AutoTokenizer.from_pretrained(name)
-    except Exception as e:    # transformers has a dozen kinds, most of several lines
-        raise UserError(f"--model-name-or-path {name}: no such folder, and no model hub has it or can be reached "
-                        f"(./run.sh brings a model along): {(str(e) or type(e).__name__).splitlines()[0]}") from e
     need(type(model_config) in AutoModelForCausalLM._model_mapping, f"{name} is not a causal language model")
     for key in "final_logit_softcapping logit_scale logits_scaling lm_head_multiplier quantization_config".split():
         value = getattr(model_config, key, None)
@@ -821,10 +795,9 @@ def load_tokenizer(cfg: Config):
     limit = getattr(model_config, "max_position_embeddings", None) or math.inf
     need(cfg.max_length <= limit, "--max-prompt-length + --max-completion-length (or --vllm-max-model-length) is "
          f"{cfg.max_length}, over the {limit} positions of {name}")
-    try:
+    ends = model_config.eos_token_id
+    with contextlib.suppress(OSError):    # the file is optional
         ends = GenerationConfig.from_pretrained(name).eos_token_id
-    except OSError:    # the file is optional
-        ends = model_config.eos_token_id
     stop_ids = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
     return model_config, tokenizer, sorted(stop_ids)
 
@@ -844,29 +817,22 @@ def load_policy(cfg: Config, model_config, packed: bool, device: torch.device, t
     from transformers import AttentionInterface, AutoModelForCausalLM
     AttentionInterface.register("grouped", grouped_attention)
     attention = "sdpa" if not packed else "flex_attention" if device.type == "cuda" else "grouped"
-    try:
+    with blamed(f"{cfg.model_name_or_path}: no weights in safetensors", OSError):
         lm = AutoModelForCausalLM.from_pretrained(cfg.model_name_or_path, config=model_config, dtype=torch.float32,
                                                   attn_implementation=attention, use_safetensors=True)
-    except OSError as e:
-        raise UserError(f"{cfg.model_name_or_path}: no weights in safetensors: {str(e).splitlines()[0]}") from e
-    head = lm.get_output_embeddings()
-    need(isinstance(head, nn.Linear) and head.bias is None,
+    need(isinstance(head := lm.get_output_embeddings(), nn.Linear) and head.bias is None,
          f"{cfg.model_name_or_path}: its head is not a plain matrix product but a {head}")
     lm.requires_grad_(trainable).eval()    # in eval: dropout would take the ratio of an unchanged policy away from 1
-    policy = Policy(lm, cfg.temperature)
-    layers = [m for m in lm.modules() if type(m).__name__ in (lm._no_split_modules or [])]
     if trainable and cfg.gradient_checkpointing:
         lm.gradient_checkpointing_enable()
-        for layer in layers:
-            layer.training = True    # transformers asks for it; what is inside, dropout for one, stays in eval
-    compute = torch.bfloat16 if cfg.bf16 else torch.float32
     offload = cfg.ref_cpu_offload and not trainable and device.type == "cuda"    # on a CPU mesh it can hang
     shard = dict(mesh=dist.init_device_mesh(device.type, (dist.get_world_size(),)),
-                 mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+                 mp_policy=MixedPrecisionPolicy(torch.bfloat16 if cfg.bf16 else torch.float32, torch.float32),
                  offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
-    for layer in layers:
+    for layer in [m for m in lm.modules() if type(m).__name__ in (lm._no_split_modules or [])]:
+        layer.training = lm.is_gradient_checkpointing    # which asks for it; what is inside, as dropout, stays in eval
         fully_shard(layer, **shard)
-    return fully_shard(policy, **shard)
+    return fully_shard(Policy(lm, cfg.temperature), **shard)
 
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered; all ranks must ask for the same tensors in the same order."""
@@ -890,8 +856,7 @@ def on_signal(number: int, frame) -> None:
 
 def gathered(value: Any = None, may_stop: bool = True) -> list:
     """Each rank's value, on every rank. Raises Stopped on all of them if one was told to stop."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, (value, STATUS["signal"]))
+    dist.all_gather_object(values := [None] * dist.get_world_size(), (value, STATUS["signal"]))
     values, signals = zip(*values)
     if may_stop and any(signals):
         raise Stopped(max(signals))
@@ -910,9 +875,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, toke
     rho = pi_theta / pi_old; KL = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1 (k3, eq. 4) or half the squared log (k2).
     All tensors are [T]. With `sequence`, the number of each token's completion, rho is the geometric mean of its
     completion's (GSPO, arXiv:2507.18071, eq. 7). With `cispo` the surrogate is engine_weights * min(rho, 1 +
-    epsilon_high) * A * log pi_theta, the ratio without gradient (arXiv:2506.13585, eq. 4). As token_weights hold the
-    mean's denominator, losses of micro-batches add up. Returns the loss and, over tokens of some weight, sums for the
-    metrics (of ratio_max, the maximum)."""
+    epsilon_high) * A * log pi_theta, rho without gradient (arXiv:2506.13585, eq. 4). token_weights hold the mean's
+    denominator, so micro-batches add up. Returns the loss and, of tokens that weigh, sums (ratio_max: the maximum)."""
     log_ratio = logprobs - old_logprobs                                                 # [T]
     if sequence is not None:
         log_ratio = per_sequence(log_ratio, sequence) / per_sequence(torch.ones_like(log_ratio), sequence)
@@ -953,19 +917,16 @@ def learning_rate(step: int, cfg: Config) -> float:
 def train_on(groups: list[list[Sample]], policy: Policy, reference: Policy | None, optimizer, cfg: Config, packed: bool,
              device: torch.device, beta: float) -> dict[str, float | None]:
     """All updates of one rollout, which is the whole step's on every rank. Returns metrics over all ranks."""
-    rank, world_size, size = dist.get_rank(), dist.get_world_size(), math.ceil(len(groups) / cfg.num_minibatches)
-    minibatches = []    # of each update, this rank's micro-batches
-    for i in range(0, len(groups), size or 1):
-        samples = set_token_weights(groups[i:i + size], cfg)
-        pieces = split(samples, world_size, cfg.tokens_per_micro_batch if packed else 1)[rank] if samples else []
-        minibatches.append([pack(piece, packed, device) for piece in pieces])
+    rank, world_size, budget = dist.get_rank(), dist.get_world_size(), cfg.tokens_per_micro_batch if packed else 1
+    size = math.ceil(len(groups) / cfg.num_minibatches)
+    in_loss = [set_token_weights(groups[i:i + size], cfg) for i in range(0, len(groups), size or 1)]    # of each update
+    minibatches = [[pack(piece, packed, device) for piece in split(s, world_size, budget)[rank]] for s in in_loss]
     with torch.no_grad():    # once a rollout, at the weights that sampled
         for batch in itertools.chain(*minibatches):
             batch.ref_logprobs = reference(batch)[0] if reference else None
-            if cfg.num_minibatches > 1:
-                batch.old_logprobs = policy(batch)[0]
+            batch.old_logprobs = policy(batch)[0] if cfg.num_minibatches > 1 else None
     STATUS["phase"] = "training"
-    updates, seen, norms, skipped = minibatches * cfg.num_iterations, [], [], 0
+    updates, seen, norms = [batches for batches in minibatches if batches] * cfg.num_iterations, [], []
     with progress("training", total=sum(map(len, updates))) as bar:
         for batches in updates:
             for batch in batches:
@@ -975,37 +936,32 @@ def train_on(groups: list[list[Sample]], policy: Policy, reference: Policy | Non
                 if batch.old_logprobs is None:    # the rollout's first update: these are the weights that sampled
                     batch.old_logprobs = logprobs.detach()
                 gap = batch.old_logprobs - batch.engine_logprobs                        # [T] log pi_old/mu
+                weights = engine_weights(gap, batch.sequence, cfg.vllm_importance_sampling_mode,
+                                         cfg.vllm_importance_sampling_clip_max)         # [T]
                 loss, sums = policy_loss(
-                    logprobs, batch.old_logprobs, batch.advantages, batch.token_weights,
-                    engine_weights=engine_weights(gap, batch.sequence, cfg.vllm_importance_sampling_mode,
-                                                  cfg.vllm_importance_sampling_clip_max)
-                    if cfg.vllm_importance_sampling_correction else 1.0,
-                    ref_logprobs=batch.ref_logprobs, epsilon=cfg.epsilon, epsilon_high=cfg.clip_high, delta=cfg.delta,
-                    beta=beta, kl_estimator=cfg.kl_estimator, kl_times_ratio=cfg.use_bias_correction_kl,
-                    sequence=batch.sequence if cfg.importance_sampling_level == "sequence" else None,
-                    cispo=cfg.loss_type == "cispo")
+                    logprobs, batch.old_logprobs, batch.advantages, batch.token_weights, cispo=cfg.loss_type == "cispo",
+                    engine_weights=weights if cfg.vllm_importance_sampling_correction else 1.0, epsilon=cfg.epsilon,
+                    epsilon_high=cfg.clip_high, delta=cfg.delta, beta=beta, ref_logprobs=batch.ref_logprobs,
+                    kl_estimator=cfg.kl_estimator, kl_times_ratio=cfg.use_bias_correction_kl,
+                    sequence=batch.sequence if cfg.importance_sampling_level == "sequence" else None)
                 if cfg.entropy_coef:
                     loss = loss - cfg.entropy_coef * (batch.token_weights * entropy).sum()
                 (loss * world_size).backward()    # FSDP takes the mean of the ranks' gradients, we want the sum
-                gap, entropy = (x.detach() * (batch.token_weights > 0) for x in (gap.abs(), entropy))
+                gap, entropy = (x.detach() * (batch.token_weights > 0) for x in (gap.abs(), entropy))    # [T] each
                 seen.append({**sums, "loss": loss.detach(), "entropy": entropy.sum(), "engine_gap_mean": gap.sum(),
                              "engine_gap_max": gap.max()})
                 bar.update()
-            if batches:
-                norm = whole(nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)).item()
-                if math.isfinite(norm):
-                    norms.append(norm)
-                    optimizer.step()
-                else:
-                    skipped += 1
+            norm = whole(nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)).item()
+            if math.isfinite(norm):
+                norms.append(norm)
+                optimizer.step()
             optimizer.zero_grad()
-    shares = gathered([{name: value.item() for name, value in sums.items()} for sums in seen], may_stop=False)
-    seen = list(itertools.chain(*shares))    # all ranks' micro-batches
+    seen = sum(gathered([{k: x.item() for k, x in sums.items()} for sums in seen], may_stop=False), [])    # all ranks'
     total = lambda name: sum(sums[name] for sums in seen)
     peak = lambda name: torch.tensor([0.0, *(sums[name] for sums in seen)]).max().item()
-    tokens, count = total("tokens"), max(len(norms), 1)
-    return {"policy/loss": total("loss") / count, "policy/grad_norm": sum(norms) / count, "policy/updates": len(norms),
-            "policy/skipped_updates": len(updates) - len(norms), "policy/nonfinite_updates": skipped,
+    tokens, n, planned = total("tokens"), len(norms), len(minibatches) * cfg.num_iterations
+    return {"policy/loss": total("loss") / max(n, 1), "policy/grad_norm": sum(norms) / max(n, 1), "policy/updates": n,
+            "policy/skipped_updates": planned - n, "policy/nonfinite_updates": len(updates) - n,
             **{f"policy/{name}": total(name) / tokens if tokens else None    # no update, no measure
                for name in ("entropy", "clip_low", "clip_high", "engine_gap_mean", *["kl"] * bool(reference))},
             "policy/ratio_max": peak("ratio_max"), "policy/engine_gap_max": peak("engine_gap_max"),
@@ -1257,7 +1213,7 @@ class Trainer:
         rows, self.held_out = load_data(cfg, self.tokenizer)
         if all("answer" in row.columns for row in itertools.chain(rows, *self.held_out.values())):
             self.pool.names = [*dict.fromkeys([*self.pool.names, "correct"])]    # a metric, if it isn't a reward
-        self.run, self.loader = Run(cfg), Loader(rows, cfg.seed)
+        self.run, self.rows = Run(cfg), rows
         if (self.run.folder / "model").exists():
             say(f"{self.run.folder} holds this run, complete")
             sys.exit(self.pool.executor.shutdown())
@@ -1318,9 +1274,9 @@ class Trainer:
         groups that have a signal (DAPO, section 3.2), or of all that are allowed; other groups are dropped."""
         cfg, kept, failures = self.cfg, [], 0
         for i in range(rounds := cfg.dynamic_sampling_rounds):
-            groups, failed = rollout(
-                self.engine, self.loader.next(cfg.prompts_per_step), cfg.num_generations, cfg.temperature,
-                (cfg.seed * 1_000_003 + step) * rounds + i, self.pool, "sampling")
+            rows = draw(self.rows, cfg.seed, self.state["drawn"] + i * cfg.prompts_per_step, cfg.prompts_per_step)
+            groups, failed = rollout(self.engine, rows, cfg.num_generations, cfg.temperature,
+                                     (cfg.seed * 1_000_003 + step) * rounds + i, self.pool, "sampling")
             kept += groups if rounds == 1 else [group for group in groups if len(    # without the length's part in it
                 {round(s.reward - s.rewards.get("overlong", 0.0), 9) for s in group if s.reward is not None}) > 1]
             failures += failed
@@ -1334,7 +1290,6 @@ class Trainer:
         """The next step: sample, judge, update, hand the weights to the engine. `state` has it once it is done."""
         cfg, state, step, began = self.cfg, self.state, self.state["step"] + 1, time.perf_counter()
         gathered()    # the run may stop here
-        self.loader.drawn = state["drawn"]
         groups, counts = self.sample(step)
         advantages = group_advantages(reward_table(groups), cfg.scale_rewards, cfg.advantage_baseline)      # [B, G]
         for sample, advantage in zip(itertools.chain(*groups), advantages.flatten().tolist(), strict=True):
@@ -1357,9 +1312,9 @@ class Trainer:
         adapt = 1 if not target or kl is None else 2 if kl > 1.5 * target else 0.5 if kl < target / 1.5 else 1
         for alarm in (found := alarms(metrics, groups[0][0])) - {*state["alarms"]}:
             say(f"warning: step {step}: {alarm}")
-        state |= {"step": step, "drawn": self.loader.drawn, "elapsed": state["elapsed"] + loaded - began,
-                  "skipped": state["skipped"] + 1 if metrics["policy/nonfinite_updates"] else 0,
-                  "beta": state["beta"] * adapt, "alarms": [*found], "metrics": {
+        state |= {"step": step, "drawn": state["drawn"] + counts["rollout/rounds"] * cfg.prompts_per_step,
+                  "elapsed": state["elapsed"] + loaded - began, "beta": state["beta"] * adapt, "alarms": [*found],
+                  "skipped": state["skipped"] + 1 if metrics["policy/nonfinite_updates"] else 0, "metrics": {
                       name: x if x is not None and math.isfinite(x) else None for name, x in metrics.items()}}
 
     def finish_step(self) -> None:

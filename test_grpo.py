@@ -27,7 +27,7 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           PreTrainedTokenizerFast)
 
 import grpo
-from grpo import Config, Loader, Policy, Row, Sample, UserError
+from grpo import Config, Policy, Row, Sample, UserError
 
 torch.set_num_threads(1)
 AttentionInterface.register("grouped", grpo.grouped_attention)
@@ -230,7 +230,7 @@ def test_token_logprobs(temperature, n, vocabulary):
     torch.manual_seed(0)
     hidden, weight = torch.randn(n, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
     targets, i = torch.randint(vocabulary, (n,)), torch.arange(n)
-    assert vocabulary == 50 or len(list(grpo.chunks(hidden, weight))) > 2
+    assert vocabulary == 50 or len(list(grpo.chunks(hidden, weight, temperature))) > 2
     expected = one_by_one(hidden, weight, targets, temperature)
     logprobs, entropies = grpo.token_logprobs(hidden, weight, targets, temperature)
     torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-6, atol=1e-5)
@@ -390,17 +390,15 @@ def test_split_keeps_even_groups_whole():
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def test_loader():
-    rows, loader = list(range(10)), Loader(list(range(10)), seed=3)
-    drawn = [loader.next(n) for n in (4, 4, 4, 8, 25, 5)]
-    flat = sum(drawn, [])
+def test_draw():
+    """Rows are drawn wherever a step begins, each once an epoch."""
+    rows = list(range(10))
+    flat = grpo.draw(rows, 3, 0, 50)
     epochs = [flat[i:i + 10] for i in range(0, 50, 10)]
-    assert [len(x) for x in drawn] == [4, 4, 4, 8, 25, 5] and all(sorted(epoch) == rows for epoch in epochs)
+    assert len(flat) == 50 and all(sorted(epoch) == rows for epoch in epochs)
     assert len({tuple(epoch) for epoch in [rows, *epochs]}) == 6    # each epoch in an order of its own
-    assert Loader(rows, 3).next(50) == flat != Loader(rows, 4).next(50)
-    later = Loader(rows, 3)
-    later.drawn = 12
-    assert later.next(8) == drawn[3] and later.drawn == 20
+    assert all(grpo.draw(rows, 3, i, n) == flat[i:i + n] for i in range(20) for n in (1, 4, 8, 25))
+    assert grpo.draw(rows, 4, 0, 50) != flat
 
 
 @pytest.mark.parametrize("low, high, operators, size, sizes", [
@@ -1002,7 +1000,7 @@ def test_dynamic_sampling_does_not_count_lengths(monkeypatch):
     trainer = grpo.Trainer.__new__(grpo.Trainer)
     trainer.cfg = Config(prompts_per_step=2, num_generations=2, dynamic_sampling_rounds=1 + 1)
     trainer.engine = trainer.pool = None
-    trainer.loader = Loader([Row("", [i], {}) for i in range(100)], 0)
+    trainer.rows, trainer.state = [Row("", [i], {}) for i in range(100)], {"drawn": 9}
     groups = make_groups([(1, [1, 1]), (1, [1, 1])], [[0.7, 0.9], [0.1, 0.9]])
     for group, overlong in zip(groups, ([-0.3, -0.1], [-0.9, 0.0])):    # all right, and one right and the other long
         for s, part in zip(group, overlong):
@@ -1020,7 +1018,7 @@ def test_dynamic_sampling(monkeypatch, rounds, drawn, kept, counts):
     trainer, calls = grpo.Trainer.__new__(grpo.Trainer), []
     trainer.cfg = Config(prompts_per_step=3, num_generations=2, dynamic_sampling_rounds=rounds)
     trainer.engine = trainer.pool = None
-    trainer.loader = Loader([Row("", [i], {}) for i in range(100)], 0)
+    trainer.rows, trainer.state = [Row("", [i], {}) for i in range(100)], {"drawn": 9}
 
     def rollout(engine, rows, n, temperature, seed, *args):
         calls.append((seed, [row.prompt_ids[0] for row in rows]))
@@ -1029,8 +1027,9 @@ def test_dynamic_sampling(monkeypatch, rounds, drawn, kept, counts):
     groups, counted = trainer.sample(7)
     assert [round(group[1].reward) for group in groups] == [0 if c == "e" else int(c) for c in kept]
     assert counted == {"reward/failures": counts[0], "rollout/rounds": counts[0], "rollout/dropped_groups": counts[1]}
-    assert len({seed for seed, _ in calls}) == counts[0] == len(drawn) and trainer.loader.drawn == 3 * counts[0]
-    assert sum((rows for _, rows in calls), []) == [r.prompt_ids[0] for r in Loader(trainer.loader.rows, 0).next(3 * counts[0])]
+    assert len({seed for seed, _ in calls}) == counts[0] == len(drawn)
+    assert sum((rows for _, rows in calls), []) == [
+        row.prompt_ids[0] for row in grpo.draw(trainer.rows, 0, 9, 3 * counts[0])]
 
 
 def test_what_is_left_of_a_step_is_normalised_by_itself(models, losses):
