@@ -232,8 +232,8 @@ def standard_row(row: Any, cfg: Config) -> dict:
     prompt, answer = row[column], cfg.answer_column or ("answer" if "answer" in row else "solution")
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     texts = [isinstance(message, dict) and message.get(key) for message in messages for key in ("role", "content")]
-    need(texts and all(isinstance(t, str) and t.strip() and not re.search(r"[\ud800-\udfff]", t) for t in texts), f"the "
-         f"{column} must be Unicode text or a list of {{role, content}}, not empty: {str(prompt):.80}")
+    need(texts and all(isinstance(t, str) and t.strip() and not re.search(r"[\ud800-\udfff]", t) for t in texts),
+         f"the {column} must be Unicode text or a list of {{role, content}}, not empty: {str(prompt):.80}")
     usable = isinstance(value := row.get(answer), (str, int, float)) and not isinstance(value, bool) and value != ""
     need(usable or "correct" not in reward_weights(cfg), f"the reward `correct` needs a column `"
          f"{cfg.answer_column or 'answer'}` with text or a number" + f", not {value!r:.40}" * (answer in row))
@@ -526,8 +526,8 @@ class Engine:
         brief = cfg.max_steps * sequences * cfg.max_completion_length < 10**6    # then compiling on a CPU costs more
         memory = (dict(kv_cache_memory_bytes=cpu_cache_bytes(cfg, model_config, sequences), block_size=32) if self.cpu
                   else dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization, enable_sleep_mode=self.sleeps))
-        with blamed("vLLM did not start (short of memory? --vllm-gpu-memory-utilization and --vllm-max-model-length set "
-                    "what it takes)", ValueError, RuntimeError):
+        with blamed("vLLM did not start (short of memory? --vllm-gpu-memory-utilization and --vllm-max-model-length "
+                    "set what it takes)", ValueError, RuntimeError):
             self.llm = LLM(
                 cfg.model_name_or_path, dtype=self.dtype, seed=cfg.seed + dist.get_rank(), **memory,
                 distributed_executor_backend="external_launcher",    # this process is the engine's worker
