@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, Literal
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")    # read when torch is imported
+import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -150,9 +151,12 @@ def check_config(c: Config, world_size: int) -> None:
     may_be_0 = {"warmup_steps", "eval_size", "adam_beta2"} | {name for name, x in asdict(Config()).items() if x == 0}
     names = [Path(name).stem for name in c.eval_dataset]
     for flag, right, rule in (
-            *((name, x >= 0, "must not be negative") if name in may_be_0 else (name, x > 0, "must be above 0")
+            *((name, math.isfinite(x) and x >= 0, "must not be negative") if name in may_be_0 else
+              (name, math.isfinite(x) and x > 0, "must be a number above 0")
               for name, x in asdict(c).items() if type(x) in (int, float) and name not in any_number),
             ("epsilon", c.epsilon < 1, "must be below 1"), ("adam_beta2", c.adam_beta2 < 1, "must be below 1"),
+            ("temperature", 0.01 <= c.temperature <= 2, "must be from 0.01 to 2, as vLLM has it"),
+            ("seed", 0 <= c.seed < 2**31, "must be from 0 to 2**31 - 1"),
             ("soft_overlong_share", c.soft_overlong_share <= 1, "is a share of --max-completion-length, at most 1"),
             ("num_generations", c.num_generations > 1, "must be at least 2: each is judged against its group"),
             ("prompts_per_step", c.prompts_per_step % max(1, world_size * c.num_minibatches) == 0,
@@ -163,7 +167,9 @@ def check_config(c: Config, world_size: int) -> None:
              and not c.use_bias_correction_kl, "goes with --loss-type grpo and without --use-bias-correction-kl"),
             *((flag, not getattr(c, flag) or c.beta > 0, "needs a --beta above 0")
               for flag in ("use_bias_correction_kl", "kl_target")),
-            ("reward", all(c.reward) and len(reward_weights(c)) == len(c.reward) > 0, "takes different rewards"),
+            ("reward", all(c.reward) and len(weights := reward_weights(c)) == len(c.reward) > 0
+             and all(map(math.isfinite, weights.values())), "takes different rewards, and finite weights"),
+            ("output_dir", c.output_dir != "", "must name a folder"),
             ("eval_dataset", len({*names}) == len(names), "takes sets of different names: the metrics are called so"),
             ("prompt_template", "{prompt}" in c.prompt_template, "must contain {prompt}"),
             ("eval_only", not c.eval_only or c.eval_size, "needs an --eval-size above 0"),
@@ -171,7 +177,8 @@ def check_config(c: Config, world_size: int) -> None:
             ("vllm_max_model_length", c.max_length > c.max_completion_length,
              f"leaves no room for a prompt beside --max-completion-length {c.max_completion_length}"),
             ("arithmetic_operators", re.fullmatch(r"[-+*]+", c.arithmetic_operators), "takes any of + - *"),
-            ("arithmetic_min", c.arithmetic_min <= c.arithmetic_max, f"is above --arithmetic-max {c.arithmetic_max}"),
+            ("arithmetic_min", 0 <= c.arithmetic_max - c.arithmetic_min < 10**9,
+             f"is above --arithmetic-max {c.arithmetic_max}, or 10**9 and more below it"),
             ("device", c.device != "cuda" or torch.cuda.is_available(),
              "needs a GPU and torch sees none: install a CUDA build of torch, or give --device cpu")):
         need(right, f"--{flag.replace('_', '-')} {getattr(c, flag)!r} {rule}")
@@ -200,10 +207,12 @@ def read_rows(name: str, cfg: Config, split: str) -> list[dict]:
     if name == "arithmetic":
         return arithmetic_rows(cfg)
     if jsonl := name.endswith((".json", ".jsonl")):
-        need(Path(name).is_file(), f"dataset {name}: no such file")
-        lines = Path(name).read_bytes().splitlines()
+        with blamed(f"dataset {name}", OSError):
+            lines = Path(name).read_bytes().splitlines()
     elif ".py:" in name:
-        lines = load_function("dataset", name)()
+        function = load_function("dataset", name)
+        with blamed(f"dataset {name}() gave no rows", Exception, SystemExit):
+            lines = [*function()]
     else:
         need(importlib.util.find_spec("datasets"),
              f"dataset {name}: no .jsonl file and no path.py:function; else: pip install datasets")
@@ -217,7 +226,7 @@ def read_rows(name: str, cfg: Config, split: str) -> list[dict]:
             rows += [standard_row(json.loads(line) if jsonl else line, cfg)] if not jsonl or line.strip() else []
         except (ValueError, RecursionError, UserError) as e:
             raise UserError(f"{name} {'line' if jsonl else 'row'} {n}: "
-                            f"{e if isinstance(e, UserError) else f'not JSON ({e})'}") from None
+                            f"{f'not JSON ({e})' if jsonl and not isinstance(e, UserError) else e}") from None
     need(rows, f"{name}: no rows")
     for column, role, given in (("problem", "question", cfg.prompt_column), ("solution", "answer", cfg.answer_column)):
         if not given and column in rows[0] and rows[0].get(role) is rows[0][column]:
@@ -234,7 +243,8 @@ def standard_row(row: Any, cfg: Config) -> dict:
     texts = [isinstance(message, dict) and message.get(key) for message in messages for key in ("role", "content")]
     need(texts and all(isinstance(t, str) and t.strip() and not re.search(r"[\ud800-\udfff]", t) for t in texts),
          f"the {column} must be Unicode text or a list of {{role, content}}, not empty: {str(prompt):.80}")
-    usable = isinstance(value := row.get(answer), (str, int, float)) and not isinstance(value, bool) and value != ""
+    value = row.get(answer)
+    usable = type(value) in (str, int, float) and value == value and str(value).strip()
     need(usable or "correct" not in reward_weights(cfg), f"the reward `correct` needs a column `"
          f"{cfg.answer_column or 'answer'}` with text or a number" + f", not {value!r:.40}" * (answer in row))
     named = {"prompt" if column == "prompt" else "question": prompt} | ({"answer": value} if answer in row else {})
@@ -252,9 +262,11 @@ def tokenize(rows: list[dict], tokenizer, cfg: Config) -> list[Row]:
         need(text or tokenizer.chat_template, "the dataset has chat messages and the model no chat template: give it "
              "text prompts, or name an instruct model with --model-name-or-path")
         need(chat or not system, "--system-prompt needs messages or a `question`, and a model with a chat template")
+        need(text or cfg.prompt_template == "{prompt}", "--prompt-template needs text: the dataset has messages")
         messages = system + ([{"role": "user", "content": text}] if text else prompt)
-        ids = (tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) if chat else
-               tokenizer(text)["input_ids"])
+        with blamed(f"{cfg.model_name_or_path}: its chat template refuses {str(messages):.200}", Exception):
+            ids = (tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) if chat else
+                   tokenizer(text)["input_ids"])
         if len(ids) <= limit:
             kept.append(Row(prompt, ids, {name: value for name, value in row.items() if name != "prompt"}))
     return kept
@@ -270,6 +282,8 @@ def load_data(cfg: Config, tokenizer) -> tuple[list[Row], dict[str, list[Row]]]:
     if dropped := given - len(train) - sum(map(len, sets.values())):
         say(f"{dropped} of {given} prompts dropped: longer than --max-prompt-length {cfg.max_prompt_length}, or than "
             "--vllm-max-model-length leaves")
+    for name, rows in sets.items():
+        need(rows or not cfg.eval_size, f"dataset {name}: no held-out prompt is within --max-prompt-length")
     known = {tuple(row.prompt_ids) for rows in sets.values() for row in rows}
     given, train = len(train), [row for row in train if tuple(row.prompt_ids) not in known]
     if dropped := given - len(train):
@@ -410,7 +424,7 @@ REWARDS = {"correct": correct, "format": format_reward}
 
 def reward_weights(cfg: Config) -> dict[str, float]:
     """Weight of each reward that --reward names."""
-    specs = [re.fullmatch(r"(.+?)(?::([-+]?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?))?", spec) for spec in cfg.reward]
+    specs = [re.fullmatch(r"(?s)(.+?)(?::([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?))?", spec) for spec in cfg.reward]
     return {spec[1]: float(spec[2] or 1) for spec in specs}
 
 @functools.cache
@@ -420,9 +434,10 @@ def load_function(flag: str, name: str) -> Callable:
     if flag == "reward" and name in REWARDS:
         return REWARDS[name]
     need(Path(path).is_file(), f"--{flag} {name}: no file {path!r}; give path.py:function or another name from --help")
+    sys.path.append(str(Path(path).resolve().parent))    # it may import what lies beside it
     try:
         found = runpy.run_path(path).get(function)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise UserError(f"--{flag} {name}: importing {path} failed: {type(e).__name__}: {e}") from e
     with blamed(f"--{flag} {name}: {path} has no function {function!r} whose parameters can be seen", Exception):
         inspect.signature(found)
@@ -450,6 +465,7 @@ def worker_start() -> None:
     """In a worker: it has 4 GiB, and is killed, whatever it does, when the trainer ends and with it the fork server."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)    # PR_SET_PDEATHSIG
     os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)    # what would keep the server alive
+    os.setpgid(0, 0)    # to be killed with what it has started
     resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))
     for number in (signal.SIGINT, signal.SIGTERM):    # meant for the trainer
         signal.signal(number, signal.SIG_IGN)
@@ -484,6 +500,8 @@ class RewardPool:
                 answers.append([slow if isinstance(e, TimeoutError) else "its process died"] * len(call[1]))
                 if self.executor is executor:    # no worker can be stopped alone
                     for process in [*(executor._processes or {}).values()]:
+                        with contextlib.suppress(ProcessLookupError):    # it had no time to make its group
+                            os.killpg(process.pid, signal.SIGKILL)
                         process.kill()
                     self.start()
         return answers
@@ -491,20 +509,22 @@ class RewardPool:
     def score(self, groups: list[list[Sample]]) -> list[str]:
         """Sets the samples' rewards, each and their weighted sum. A failed one is 0, and in what is returned."""
         calls = [(name, group) for name in self.names for group in groups]
-        failures, good, bad = [], Counter(), Counter()
-        for (name, group), answers in zip(calls, self.ask(calls)):
+        failures, works, hopeless = [], set(), Counter()
+        slow = lambda pair: "took over" in str(pair[1][0])    # last: with it others were ended that may be right
+        for (name, group), answers in sorted(zip(calls, self.ask(calls)), key=slow):
             # Again, as the fault may be another call's, then one at a time; not if it never works: it would take long.
             for parts in ([group], [[s] for s in group]):
-                if all(isinstance(answer, str) for answer in answers) and (good[name] or bad[name] < 16):
+                if all(isinstance(answer, str) for answer in answers) and (name in works or hopeless[name] < 3):
                     answers = [answer for part in parts for answer in self.ask([(name, part)])[0]]
-            for s, answer in zip(group, answers):
-                failed = isinstance(answer, str)
-                (bad if failed else good)[name] += 1
-                failures += [f"{name}: {answer}, on {s.text!r:.200}"] * failed
-                s.rewards[name] = 0.0 if failed else answer
+            failed = [isinstance(answer, str) for answer in answers]
+            hopeless[name] += all(failed)
+            works |= set() if all(failed) else {name}
+            for s, answer, bad in zip(group, answers, failed):
+                failures += [f"{name}: {answer}, on {s.text!r:.200}"] * bad
+                s.rewards[name] = 0.0 if bad else answer
         for s in itertools.chain(*groups):
             given = [(weight, s.rewards[name]) for name, weight in self.weights.items() if s.rewards[name] is not None]
-            s.reward = sum(weight * value for weight, value in given) if given else None
+            s.reward = round(sum(weight * value for weight, value in given), 9) if given else None    # so equal is equal
             if given and (last := self.cfg.soft_overlong_share * self.cfg.max_completion_length):
                 s.rewards["overlong"] = -max(0.0, (len(s.ids) - self.cfg.max_completion_length) / last + 1)
                 s.reward += s.rewards["overlong"]
@@ -518,8 +538,11 @@ class Engine:
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
                        "VLLM_CPU_OMP_THREADS_BIND": "nobind"}    # by default it pins the trainer to one core as well
         from vllm import LLM, SamplingParams
+        from vllm.platforms import current_platform
         self.cpu, self.dtype = device.type == "cpu", torch.bfloat16 if cfg.bf16 else torch.float32
         self.tokenizer, self.sleeps = tokenizer, cfg.vllm_enable_sleep_mode and not self.cpu
+        need(current_platform.device_type == device.type,
+             f"--device: torch is to use the {device.type}, and this build of vLLM the {current_platform.device_type}")
         self.params = functools.partial(SamplingParams, max_tokens=cfg.max_completion_length, logprobs=0,
                                         flat_logprobs=True, detokenize=False, stop_token_ids=stop_ids)
         sequences = min(cfg.prompts_per_step // dist.get_world_size() * cfg.num_generations, 256 if self.cpu else 1024)
@@ -540,7 +563,10 @@ class Engine:
 
     def sample(self, rows: list[Row], n: int, temperature: float, seed: int, phase: str) -> list[list[Sample]]:
         """n completions of each row's prompt; `seed` fixes the draw."""
-        torch.manual_seed(seed)    # vLLM draws from this process's global generator: there is no other state to keep
+        # vLLM draws from this process's generators, there is no other state to keep: on the CPU from torch's, on GPUs
+        # a seed for each request from numpy's.
+        torch.manual_seed(seed)
+        numpy.random.seed(seed % 2**32)
         outputs = self.llm.generate([{"prompt_token_ids": row.prompt_ids} for row in rows],
                                     self.params(n=n, temperature=temperature),
                                     use_tqdm=ON_TERMINAL and functools.partial(progress, phase)) if rows else []
@@ -817,9 +843,11 @@ def load_policy(cfg: Config, model_config, packed: bool, device: torch.device, t
     from transformers import AttentionInterface, AutoModelForCausalLM
     AttentionInterface.register("grouped", grouped_attention)
     attention = "sdpa" if not packed else "flex_attention" if device.type == "cuda" else "grouped"
-    with blamed(f"{cfg.model_name_or_path}: no weights in safetensors", OSError):
-        lm = AutoModelForCausalLM.from_pretrained(cfg.model_name_or_path, config=model_config, dtype=torch.float32,
-                                                  attn_implementation=attention, use_safetensors=True)
+    with blamed(f"{cfg.model_name_or_path}: no weights in safetensors that fit its config", Exception):
+        lm, found = AutoModelForCausalLM.from_pretrained(
+            cfg.model_name_or_path, config=model_config, dtype=torch.float32, attn_implementation=attention,
+            use_safetensors=True, output_loading_info=True)
+    need(not found["missing_keys"], f"{cfg.model_name_or_path}: no weights for {sorted(found['missing_keys'])!s:.200}")
     need(isinstance(head := lm.get_output_embeddings(), nn.Linear) and head.bias is None,
          f"{cfg.model_name_or_path}: its head is not a plain matrix product but a {head}")
     lm.requires_grad_(trainable).eval()    # in eval: dropout would take the ratio of an unchanged policy away from 1
@@ -960,7 +988,8 @@ def train_on(groups: list[list[Sample]], policy: Policy, reference: Policy | Non
     total = lambda name: sum(sums[name] for sums in seen)
     peak = lambda name: torch.tensor([0.0, *(sums[name] for sums in seen)]).max().item()
     tokens, n, planned = total("tokens"), len(norms), len(minibatches) * cfg.num_iterations
-    return {"policy/loss": total("loss") / max(n, 1), "policy/grad_norm": sum(norms) / max(n, 1), "policy/updates": n,
+    return {"policy/loss": total("loss") / max(len(updates), 1), "policy/grad_norm": sum(norms) / max(n, 1),
+            "policy/updates": n,
             "policy/skipped_updates": planned - n, "policy/nonfinite_updates": len(updates) - n,
             **{f"policy/{name}": total(name) / tokens if tokens else None    # no update, no measure
                for name in ("entropy", "clip_low", "clip_high", "engine_gap_mean", *["kl"] * bool(reference))},
@@ -1054,19 +1083,25 @@ class Run:
             file, flags = self.folder / "config.json", json.loads(json.dumps(asdict(cfg) | {"output_dir": None}))
             with blamed(f"--output-dir {self.folder} can't be used", OSError, ValueError):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                if not file.exists():
+                if not self.begun():    # a start that failed doesn't count
                     file.with_suffix(".new").write_text(json.dumps(flags, indent=1))
                     file.with_suffix(".new").rename(file)
-                old = json.loads(file.read_text())
+                old = dict(json.loads(file.read_text()))
+            need(self.begun() or not (self.folder / "model").exists(),
+                 f"--output-dir {self.folder} holds a `model` but no run: name another")
             for name, value in flags.items():
                 need(old.get(name) == value or name in FREE_FLAGS, f"--output-dir {self.folder} holds a run with --"
                      f"{name.replace('_', '-')} {old.get(name)}, not {value}: name another, or give the same flags")
         # One clock names the folder for all, and no rank goes on if it can't be used.
         self.folder = gathered(self.folder, may_stop=False)[0]
 
+    def begun(self) -> bool:
+        return (self.folder / "metrics.jsonl").exists() or bool(self.checkpoints())
+
     def checkpoints(self) -> list[Path]:
         """Newest first."""
-        return sorted(self.folder.glob("checkpoint-*[0-9]"), key=lambda folder: -int(folder.name.partition("-")[2]))
+        found = [f for f in self.folder.glob("checkpoint-*") if f.name.removeprefix("checkpoint-").isdecimal()]
+        return sorted(found, key=lambda folder: -int(folder.name.removeprefix("checkpoint-")))
 
     def write(self, file: str, rows: list[dict]) -> None:
         try:
@@ -1104,11 +1139,11 @@ def sample_metrics(groups: list[list[Sample]]) -> dict[str, float]:
     """What a step's samples say, over all ranks."""
     samples, rewards = [s for group in groups for s in group], reward_table(groups)     # [B, G]
     std = lambda x: (x - x.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean().item()
-    mean = lambda values: sum(values := [x for x in values if x is not None]) / max(len(values), 1)
+    mean = lambda values: sum(given) / len(given) if (given := [x for x in values if x is not None]) else None
     lengths = [len(s.ids) for s in samples]
     return {"reward/mean": rewards.nanmean().item(), "reward/std": std(rewards.view(1, -1)),
             "reward/group_std": std(rewards), "reward/zero_std_groups": mean(not has_signal(g) for g in groups),
-            **{f"reward/{name}": mean(s.rewards.get(name) for s in samples) for name in samples[0].rewards},
+            **{f"reward/{name}": mean(s.rewards.get(name) for s in samples) for s in samples for name in s.rewards},
             "reward/advantage_std": torch.tensor([s.advantage for s in samples]).std(correction=0).item(),
             "completion/tokens": sum(lengths), "completion/truncated": mean(s.truncated for s in samples),
             "completion/length_mean": mean(lengths), "completion/length_max": max(lengths),
@@ -1127,14 +1162,14 @@ def alarms(m: dict[str, float], first: Sample) -> set[str]:
     }.items() if so}
 
 def step_line(m: dict[str, float], cfg: Config) -> str:
-    left = m["time/elapsed"] / m["step"] * (cfg.max_steps - m["step"])
+    left = round(m["time/elapsed"] / m["step"] * (cfg.max_steps - m["step"]))
     measured = lambda label, name: [f"{label} {m[name]:.3f}"] if m.get(name) is not None else []
     clipped = (m["policy/clip_low"] or 0) + (m["policy/clip_high"] or 0)
     return " | ".join([
         f"step {m['step']:>{len(str(cfg.max_steps))}}/{cfg.max_steps}", *measured("reward", "reward/mean"),
         *measured("accuracy", "eval/accuracy"), f"length {m['completion/length_mean']:.1f}",
         *measured("kl", "policy/kl"), f"clipped {clipped:.1%}", f"{m['time/tokens_per_second']:.0f} tokens/s",
-        f"{m['time/step']:.1f} s", f"{left // 60:.0f}:{left % 60:02.0f} left"])
+        f"{m['time/step']:.1f} s", f"{left // 60}:{left % 60:02} left"])
 
 def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> None:
     """A checkpoint folder for transformers and vLLM, written beside and renamed when whole."""
@@ -1169,9 +1204,10 @@ def rollout(engine: Engine, rows: list[Row], n: int, temperature: float, seed: i
         STATUS["breakable"] = False
     groups, failures = (list(itertools.chain(*shares)) for shares in zip(*gathered((groups, failures))))
     if failures:
-        say(f"warning: a reward failed on {len(failures)} of {len(rows) * n} completions, now 0: {failures[-1]}")
+        say(f"warning: {len(failures)} rewards of {len(rows) * n} completions failed, now 0; at last {failures[-1]}")
     for name, count in Counter(failure.partition(": ")[0] for failure in failures).items():
-        need(count < len(rows) * n, f"the reward {name} failed on every completion of a step, at last {failures[-1]}")
+        need(count < max(2, len(rows) * n),
+             f"the reward {name} failed on every completion of a step, at last {failures[-1]}")
     return groups, len(failures)
 
 def evaluate(engine: Engine, sets: dict[str, list[Row]], pool: RewardPool, run: Run, step: int) -> dict[str, float]:
@@ -1207,8 +1243,8 @@ def self_test(engine: Engine, policy: Policy, rows: list[Row], cfg: Config, pack
 class Trainer:
     """Everything of a run on one rank. Needs the process group."""
 
-    def __init__(self, cfg: Config, device: torch.device):
-        self.cfg, self.device, self.pool = cfg, device, RewardPool(cfg, max(1, min(8, torch.get_num_threads())))
+    def __init__(self, cfg: Config, device: torch.device, cores: int):
+        self.cfg, self.device, self.pool = cfg, device, RewardPool(cfg, min(8, cores))
         model_config, self.tokenizer, stop_ids = load_tokenizer(cfg)
         rows, self.held_out = load_data(cfg, self.tokenizer)
         if all("answer" in row.columns for row in itertools.chain(rows, *self.held_out.values())):
@@ -1337,7 +1373,7 @@ def fail(e: BaseException, name: str) -> None:
     STATUS["breakable"] = False
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(e):
         e = UserError(f"out of memory during {STATUS['phase']}: lower --tokens-per-micro-batch or --vllm-gpu-memory-"
-                      f"utilization, or give --gradient-checkpointing ({str(e).splitlines()[0]:.200})")
+                      f"utilization, or give --gradient-checkpointing ({str(e).partition(chr(10))[0]:.200})")
     try:
         if STATUS["store"].add("failed", 1) == 1 if STATUS["store"] else FIRST_RANK:
             trace = "" if isinstance(e, UserError) else "".join(traceback.format_exception(e))
@@ -1365,16 +1401,19 @@ def main() -> None:
         logging.getLogger("vllm").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore")
         sys.warnoptions.append("ignore:resource_tracker")    # it complains of processes that end at once
+        cores = max(1, len(os.sched_getaffinity(0)) // local_size)
         if gpu := cfg.device != "cpu" and torch.cuda.is_available():
+            need(local_size <= torch.cuda.device_count(), f"torchrun --nproc-per-node {local_size} needs as many GPUs, "
+                 f"torch sees {torch.cuda.device_count()}")
             torch.cuda.set_device(local_rank)
         else:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))    # torchrun would leave it at 1
+            torch.set_num_threads(cores)    # torchrun would leave it at 1
         # A prefix of its own: ranks that torchrun starts again would else find the addresses of the dead.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         STATUS["store"] = store = dist.PrefixStore(attempt, next(rendezvous("env://"))[0])
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=world_size)
         device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
-        Trainer(cfg, device).train()    # the engine's exit handler ends the process group
+        Trainer(cfg, device, cores).train()    # the engine's exit handler ends the process group
     except Exception as e:
         fail(e, f"grpo.py{f' (rank {rank})' if world_size > 1 else ''}")
 

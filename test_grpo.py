@@ -430,7 +430,8 @@ def test_arithmetic(low, high, operators, size, sizes):
         '""', '" "', "5", "null", "[]", '["a"]', '[{"role": "user"}]', '[{"role": "user", "content": ""}]')),
     ('{"answer": 1, "question": ""}', "question"), ('{"answer": 1, "prompt": "\\ud800"}', "prompt must be Unicode"),
     ('{"prompt": "a"}', "`answer`"),
-    *(('{"prompt": "a", "answer": %s}' % answer, "`answer`") for answer in ("null", "true", "[1]", '""', "{}"))])
+    *(('{"prompt": "a", "answer": %s}' % answer, "`answer`") for answer in (
+        "null", "true", "[1]", '""', "{}", '" "', "NaN"))])
 def test_a_bad_row_is_named(tmp_path, line, named):
     file = tmp_path / "bad.jsonl"
     file.write_bytes(b'{"prompt": "a", "answer": 1}\n\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n")
@@ -442,7 +443,7 @@ def test_a_bad_row_is_named(tmp_path, line, named):
 
 def test_a_bad_file_is_named(tmp_path):
     (tmp_path / "empty.jsonl").write_text(" \n\n")
-    for name, message in (("empty.jsonl", "no rows"), ("missing.jsonl", "no such file"), ("other", "no .jsonl file")):
+    for name, message in (("empty.jsonl", "no rows"), ("missing.jsonl", ".*No such file"), ("other", "no .jsonl file")):
         with pytest.raises(UserError, match=f"{re.escape(str(tmp_path / name))}: {message}"):
             grpo.read_rows(str(tmp_path / name), Config(), "train")
 
@@ -478,7 +479,8 @@ CHAT = {"prompt": [{"role": "system", "content": "w3"}, {"role": "user", "conten
     (CHAT, True, "system w3 user w4 bot")])
 def test_tokenize(row, chat, words):
     [got] = grpo.tokenize([row | {"answer": 5, "level": 2}], tiny_tokenizer(chat), Config(max_prompt_length=5))
-    more = Config(prompt_template="w8 {prompt} w9", **({"system_prompt": "w7"} if "user" in words else {}))
+    more = {} if isinstance(row.get("prompt"), list) else {"prompt_template": "w8 {prompt} w9"}
+    more = Config(**more, **({"system_prompt": "w7"} if "user" in words else {}))
     [longer] = grpo.tokenize([row | {"answer": 5, "level": 2}], tiny_tokenizer(chat), more)
     text = row.get("prompt", row.get("question"))
     around = words if isinstance(text, list) else words.replace(text, f"w8 {text} w9")
@@ -492,6 +494,18 @@ def test_tokenize(row, chat, words):
 def test_chat_messages_need_a_chat_template():
     with pytest.raises(UserError, match="no chat template"):
         grpo.tokenize([CHAT], tiny_tokenizer(chat=False), Config())
+
+
+def test_a_template_of_text_needs_text():
+    with pytest.raises(UserError, match="--prompt-template"):
+        grpo.tokenize([CHAT], tiny_tokenizer(), Config(prompt_template="Now {prompt}"))
+
+
+def test_a_template_that_refuses_a_row_is_named():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(UserError, match="chat template refuses .*w3.*: no system role"):
+        grpo.tokenize([CHAT], tokenizer, Config())
 
 
 def test_a_system_prompt_needs_a_chat():
@@ -564,12 +578,21 @@ def rows():
     return ({"question": f"sum {i}", "answer": i, "metadata": {"i": i}} for i in range(7))
 def bad():
     return [{"question": "a", "answer": 1}, {"answer": 2}]
+def broken():
+    yield {"question": "a", "answer": 1}
+    raise KeyError("x")
+def nothing():
+    pass
+def ends():
+    raise SystemExit(0)
 """)
     rows = grpo.read_rows(f"{tmp_path}/my.py:rows", Config(), "train")
     assert sorted((row["question"], row["answer"], row["metadata"]["i"]) for row in rows) == [
         (f"sum {i}", i, i) for i in range(7)]
-    for name, message in (("my.py:bad", "my.py:bad row 2: .*`question`"), ("my.py:none", "--dataset .*no function 'none'"),
-                          ("no.py:rows", "--dataset .*no file")):
+    for name, message in (
+            ("my.py:bad", "my.py:bad row 2: .*`question`"), ("my.py:none", "--dataset .*no function 'none'"),
+            ("no.py:rows", "--dataset .*no file"), ("my.py:nothing", "gave no rows: .*iterable, not None"),
+            ("my.py:broken", "gave no rows: 'x'"), ("my.py:ends", "gave no rows: 0")):
         with pytest.raises(UserError, match=message):
             grpo.read_rows(f"{tmp_path}/{name}", Config(), "train")
 
@@ -589,6 +612,9 @@ def test_load_data_drops_and_says_what(tmp_path, capsys):
     assert "3 of 27 prompts dropped: longer than --max-prompt-length 4" in out and "2 of 21 training prompts" in out
     [held_out] = grpo.load_data(replace(cfg, eval_size=1), tiny_tokenizer())[1].values()
     assert len(held_out) == 1
+    long = write_rows(tmp_path / "long.jsonl", ["w1 w1 w1 w1 w1"])
+    with pytest.raises(UserError, match="long.jsonl: no held-out prompt"):
+        grpo.load_data(replace(cfg, eval_dataset=(*cfg.eval_dataset, long), eval_only=True), tiny_tokenizer())
 
 
 def test_load_data_sets_held_out_rows_aside(tmp_path):
@@ -624,6 +650,10 @@ def test_load_data_sets_held_out_rows_aside(tmp_path):
     ("eval_dataset", {"eval_dataset": ("a/test.jsonl", "b/test.jsonl")}),
     ("prompt_template", {"prompt_template": "no place"}), ("eval_only", {"eval_only": True, "eval_size": 0}),
     *((name, {name: math.nan}) for name in ("learning_rate", "temperature", "beta", "delta")),
+    *((name, {name: math.inf}) for name in ("reward_timeout", "learning_rate", "beta", "temperature")),
+    *(("temperature", {"temperature": x}) for x in (0.005, 2.5)), *(("seed", {"seed": x}) for x in (-1, 2**31)),
+    ("reward", {"reward": ("correct:1e400",)}), ("output_dir", {"output_dir": ""}),
+    ("arithmetic_min", {"arithmetic_max": 10**10}),
     *((name, {name: 1.0}) for name in ("epsilon", "adam_beta2", "vllm_gpu_memory_utilization")),
     ("vllm_gpu_memory_utilization", {"vllm_gpu_memory_utilization": 0.0}), ("num_generations", {"num_generations": 1}),
     ("prompts_per_step", {"prompts_per_step": 17}), ("num_minibatches", {"num_minibatches": 16}),
@@ -720,7 +750,7 @@ def test_a_bad_reward_costs_only_the_completion_it_is_bad_on(bad, rules, pool):
     words = {"raises": "ZeroDivisionError", "exits": "SystemExit", "dies": "died",
              "eats": "MemoryError"}.get(bad, "--reward-timeout 2 s")
     assert len(failures) == 3 and all(words in failure for failure in failures), failures
-    assert all(text in failure for text, failure in zip(("'bb'", "'gg'", "'ii'"), failures))
+    assert all(text in failure for text, failure in zip(("'bb'", "'gg'", "'ii'"), sorted(failures)))
     assert time.time() - started < 60 and few.score([reward_group(("7", "8", "9"))]) == []    # it goes on
 
 
@@ -770,6 +800,30 @@ def test_a_reward_that_always_hangs_is_given_up(rules, pool):
     assert len(pool(name, reward_timeout=0.3).score(groups)) == 96 and time.time() - started < 60
 
 
+def test_a_prompt_on_which_a_reward_hangs_costs_no_other(rules, pool):
+    """However large its group: the others were ended with it, and are asked again before it is."""
+    [name] = rules("def slow(completions):\n    while 'hang' in completions:\n        pass\n    return [1] * len(completions)\n")
+    groups = [reward_group(("hang",) * 16), *(reward_group() for _ in range(6))]
+    assert len(pool(name, reward_timeout=0.3).score(groups)) == 16
+    assert [s.reward for group in groups[1:] for s in group] == [1] * 18
+
+
+def test_what_a_reward_has_started_ends_with_it(rules, pool):
+    [name] = rules("import subprocess\ndef runs(completions):\n    subprocess.run(['sleep', '4127'])\n")
+    assert len(pool(name, reward_timeout=1.0).score([reward_group()])) == 3
+    time.sleep(0.5)
+    assert subprocess.run(["pgrep", "-f", "sleep 4127"], capture_output=True).stdout == b""
+
+
+def test_equal_sums_of_rewards_are_equal(rules, pool):
+    """0.1 + 0.2 is not 0.3 in floating point: it would be a signal of 5e-17."""
+    first, other, second = rules("def a(completions):\n    return [1, 0]\ndef b(completions):\n    return [1, 0]\n"
+                                 "def c(completions):\n    return [0, 1]\n")
+    group = reward_group(("a", "b"))
+    pool(f"{first}:0.1", f"{other}:0.2", f"{second}:0.3").score([group])
+    assert [s.reward for s in group] == [0.3, 0.3] and not grpo.has_signal(group) and 0.1 + 0.2 != 0.3
+
+
 def test_soft_overlong_punishment(pool):
     """DAPO, equation 13, with a limit of 10 tokens and a buffer of 4."""
     group = [Sample(Row("", [1], {"answer": 1}), [0] * n, [], False, "1") for n in (1, 6, 7, 9, 10)]
@@ -781,13 +835,14 @@ def test_soft_overlong_punishment(pool):
 def test_load_function(tmp_path):
     assert grpo.reward_weights(Config(reward=("correct", "format:0.2", "a/b.py:f", "a.py:f:-1e-1"))) == {
         "correct": 1, "format": 0.2, "a/b.py:f": 1, "a.py:f": -0.1}
-    for name, text in (("rule", "from math import pi\nbad, most = 3, max\ndef short(completions):\n    return [pi]\n"),
-                       ("broken", "import no_such_module\n"), ("syntax", "def f(:\n")):
+    for name, text in (("rule", "from math import pi\nimport beside\nbad, most = 3, max\ndef short(completions):\n    return [pi]\n"),
+                       ("broken", "import no_such_module\n"), ("syntax", "def f(:\n"), ("beside", ""),
+                       ("ends", "raise SystemExit(0)\n")):
         (tmp_path / f"{name}.py").write_text(text)
     assert grpo.load_function("reward", f"{tmp_path}/rule.py:short")(["a"]) == [math.pi]
     for spec, message in (("none.py:f", "no file"), ("corect", "no file"), ("rule.py:long", "no function 'long'"),
                           ("rule.py:bad", "no function 'bad'"), ("rule.py:most", "no function 'most'"), ("syntax.py:f", "SyntaxError"),
-                          ("broken.py:f", "no_such_module")):
+                          ("broken.py:f", "no_such_module"), ("ends.py:f", "SystemExit: 0")):
         with pytest.raises(UserError, match=f"--reward {tmp_path}/{re.escape(spec)}: .*{message}"):
             grpo.load_function("reward", f"{tmp_path}/{spec}")
 
@@ -970,7 +1025,7 @@ def always(completions):
     rows = [Row("", [1], {})] * 2
     groups, failures = grpo.rollout(Engine, rows, 3, 1.0, 0, pool(picky), "")
     assert failures == 2 and [s.reward for group in groups for s in group] == [1, 0, 0.5] * 2
-    assert "2 of 6 completions" in capsys.readouterr().out
+    assert "2 rewards of 6 completions failed" in capsys.readouterr().out
     with pytest.raises(UserError, match="every completion.*NameError"):
         grpo.rollout(Engine, rows, 3, 1.0, 0, pool(always), "")
 
@@ -1039,6 +1094,41 @@ def test_what_is_left_of_a_step_is_normalised_by_itself(models, losses):
     assert grpo.train_on(groups, policy, None, optimizer, cfg, True, CPU, 0.0)["policy/updates"] == 2
     assert sum(losses[0][1]) == approx(1) == sum(losses[1][1])
     assert grpo.train_on([], policy, None, optimizer, cfg, True, CPU, 0.0)["policy/updates"] == 0
+
+
+def test_the_loss_is_the_mean_of_the_updates_made_or_skipped(models, monkeypatch):
+    cfg, policy = load(models / "llama", num_minibatches=2)
+    optimizer, clip, norms = torch.optim.SGD(policy.parameters(), lr=0.0), nn.utils.clip_grad_norm_, [math.inf]
+    right = grpo.train_on(step_groups(), policy, None, optimizer, cfg, True, CPU, 0.0)
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(norms.pop()) if norms else clip(*args))
+    got = grpo.train_on(step_groups(), policy, None, optimizer, cfg, True, CPU, 0.0)
+    assert (right["policy/updates"], got["policy/updates"]) == (2, 1) and got["policy/loss"] == right["policy/loss"] != 0
+
+
+def test_sampling_seeds_every_generator_that_vllm_draws_from():
+    import numpy
+    class Llm:
+        def generate(self, *args, **kwargs):
+            self.seen = torch.rand(3).tolist(), numpy.random.rand(3).tolist()
+            return [type("Output", (), {"outputs": []})]
+    engine, seen = grpo.Engine.__new__(grpo.Engine), []
+    for seed in (7, 7, 8, 2**40):
+        engine.llm, engine.params = Llm(), lambda **_: None
+        engine.sample([Row("", [1], {})], 1, 1.0, seed, "")
+        seen.append(engine.llm.seen)
+    assert seen[0] == seen[1] and all(a != b for a, b in zip(seen[1], seen[2]))
+
+
+def test_weights_that_are_missing_are_named(tmp_path):
+    tiny_model(tmp_path, False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    cfg = Config(model_name_or_path=str(tmp_path), max_prompt_length=64)
+    with pytest.raises(UserError, match="no weights for .*layers.2"):
+        grpo.load_policy(cfg, grpo.load_tokenizer(cfg)[0], True, CPU, True)
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs")
+    with pytest.raises(UserError, match="no weights in safetensors"):
+        grpo.load_policy(cfg, grpo.load_tokenizer(cfg)[0], True, CPU, True)
 
 
 def test_a_signal_that_comes_twice_breaks_off_once(monkeypatch):
@@ -1160,13 +1250,21 @@ def test_a_checkpoint_of_another_model_is_refused(models, tmp_path):
 def test_a_folder_of_another_run_is_refused(models, tmp_path):
     cfg = Config(output_dir=str(tmp_path / "run"), reward=("correct", "format:0.5"))
     assert grpo.Run(cfg).folder == grpo.Run(cfg).folder
+    grpo.Run(replace(cfg, learning_rate=1.0))    # none of them has begun
+    for folder in ("checkpoint-7-copy", "checkpoint-old1", "checkpoint-7"):
+        (grpo.Run(cfg).folder / folder).mkdir()
+    assert [folder.name for folder in grpo.Run(cfg).checkpoints()] == ["checkpoint-7"]
     grpo.Run(replace(cfg, tokens_per_micro_batch=64, gradient_checkpointing=True))    # what running out of memory advises
     for flags, words in (({"learning_rate": 1.0}, "--learning-rate 3e-05, not 1.0"), ({"reward": ("format",)}, "--reward")):
         with pytest.raises(UserError, match=f"holds a run with {words}"):
             grpo.Run(replace(cfg, **flags))
-    (tmp_path / "run" / "config.json").write_text("{")
-    with pytest.raises(UserError, match="can't be used"):
-        grpo.Run(cfg)
+    for text, words in (("{", "can't be used"), ("[]", "holds a run with")):
+        (tmp_path / "run" / "config.json").write_text(text)
+        with pytest.raises(UserError, match=words):
+            grpo.Run(cfg)
+    (tmp_path / "other" / "model").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds a `model` but no run"):
+        grpo.Run(replace(cfg, output_dir=str(tmp_path / "other")))
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="can't be used"):
         grpo.Run(replace(cfg, output_dir=str(tmp_path / "file")))
@@ -2135,7 +2233,7 @@ def test_a_run_of_bad_gradients_ends(place):
 
 
 @pytest.mark.parametrize("error, code, words", [
-    (MemoryError("too much"), 2, "grpo.py: out of memory during training: lower --tokens-per-micro-batch"),
+    (MemoryError(), 2, "out of memory"), (MemoryError("too much"), 2, "grpo.py: out of memory during training: lower --tokens-per-micro-batch"),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 1 byte"), 2, "DefaultCPUAllocator"),
     (torch.OutOfMemoryError("CUDA out of memory."), 2, "--gradient-checkpointing"), (UserError("wrong"), 2, "grpo.py: wrong"),
     (ValueError("odd"), 1, "ValueError: odd\ngrpo.py: failed during training")])
