@@ -1083,12 +1083,12 @@ class Run:
             file, flags = self.folder / "config.json", json.loads(json.dumps(asdict(cfg) | {"output_dir": None}))
             with blamed(f"--output-dir {self.folder} can't be used", OSError, ValueError):
                 self.folder.mkdir(parents=True, exist_ok=True)
+                old = dict(json.loads(file.read_text())) if file.exists() else flags
+                need("num_generations" in old and (self.begun() or not (self.folder / "model").exists()),
+                     f"--output-dir {self.folder} holds a config.json or model of something else: name another")
                 if not self.begun():    # a start that failed doesn't count
-                    file.with_suffix(".new").write_text(json.dumps(flags, indent=1))
+                    file.with_suffix(".new").write_text(json.dumps(old := flags, indent=1))
                     file.with_suffix(".new").rename(file)
-                old = dict(json.loads(file.read_text()))
-            need(self.begun() or not (self.folder / "model").exists(),
-                 f"--output-dir {self.folder} holds a `model` but no run: name another")
             for name, value in flags.items():
                 need(old.get(name) == value or name in FREE_FLAGS, f"--output-dir {self.folder} holds a run with --"
                      f"{name.replace('_', '-')} {old.get(name)}, not {value}: name another, or give the same flags")

@@ -1258,12 +1258,14 @@ def test_a_folder_of_another_run_is_refused(models, tmp_path):
     for flags, words in (({"learning_rate": 1.0}, "--learning-rate 3e-05, not 1.0"), ({"reward": ("format",)}, "--reward")):
         with pytest.raises(UserError, match=f"holds a run with {words}"):
             grpo.Run(replace(cfg, **flags))
-    for text, words in (("{", "can't be used"), ("[]", "holds a run with")):
+    for text, words in (("{", "can't be used"), ("[]", "something else"),
+                        ('{"hidden_size": 64}', "something else")):    # a model's, say
         (tmp_path / "run" / "config.json").write_text(text)
         with pytest.raises(UserError, match=words):
             grpo.Run(cfg)
+        assert (tmp_path / "run" / "config.json").read_text() == text
     (tmp_path / "other" / "model").mkdir(parents=True)
-    with pytest.raises(UserError, match="holds a `model` but no run"):
+    with pytest.raises(UserError, match="something else"):
         grpo.Run(replace(cfg, output_dir=str(tmp_path / "other")))
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="can't be used"):
@@ -2003,11 +2005,11 @@ def no_weights(place) -> Path:
 @pytest.mark.parametrize("flags, words", [
     ("--num-generation 8", "--num-generation"),
     ("--model-name-or-path /no/such/model", "grpo.py: --model-name-or-path /no/such/model: no such folder"),
-    ("--dataset {0}/missing.jsonl", "grpo.py: dataset {0}/missing.jsonl: no such file"),
+    ("--dataset {0}/missing.jsonl", "grpo.py: dataset {0}/missing.jsonl: [Errno 2] No such file"),
     ("--dataset {0}/bad.jsonl", "grpo.py: {0}/bad.jsonl line 2: not JSON"),
     ("--num-generations 1", "grpo.py: --num-generations 1 must be at least 2"),
     ("--device cuda", "grpo.py: --device 'cuda' needs a GPU and torch sees none"),
-    ("--output-dir {0}/used", "grpo.py: --output-dir {0}/used holds a run with --model-name-or-path None, not"),
+    ("--output-dir {0}/used", "grpo.py: --output-dir {0}/used holds a config.json or model of something else"),
     ("--reward {0}/rewards.py:no", "grpo.py: --reward {0}/rewards.py:no: {0}/rewards.py has no function 'no'"),
 ])
 def test_bad_command_line(flags, words, place, no_weights):
