@@ -244,7 +244,7 @@ def standard_row(row: Any, cfg: Config) -> dict:
     need(texts and all(isinstance(t, str) and t.strip() and not re.search(r"[\ud800-\udfff]", t) for t in texts),
          f"the {column} must be Unicode text or a list of {{role, content}}, not empty: {str(prompt):.80}")
     value = row.get(answer)
-    usable = type(value) in (str, int, float) and value == value and str(value).strip()
+    usable = isinstance(value, (str, numbers.Real)) and type(value) != bool and value == value and str(value).strip()
     need(usable or "correct" not in reward_weights(cfg), f"the reward `correct` needs a column `"
          f"{cfg.answer_column or 'answer'}` with text or a number" + f", not {value!r:.40}" * (answer in row))
     named = {"prompt" if column == "prompt" else "question": prompt} | ({"answer": value} if answer in row else {})
@@ -509,25 +509,24 @@ class RewardPool:
     def score(self, groups: list[list[Sample]]) -> list[str]:
         """Sets the samples' rewards, each and their weighted sum. A failed one is 0, and in what is returned."""
         calls = [(name, group) for name in self.names for group in groups]
-        failures, works, hopeless = [], set(), Counter()
+        failures, works, fails = [], Counter(), Counter()
         slow = lambda pair: "took over" in str(pair[1][0])    # last: with it others were ended that may be right
         for (name, group), answers in sorted(zip(calls, self.ask(calls)), key=slow):
             # Again, as the fault may be another call's, then one at a time; not if it never works: it would take long.
             for parts in ([group], [[s] for s in group]):
-                if all(isinstance(answer, str) for answer in answers) and (name in works or hopeless[name] < 3):
+                if all(isinstance(answer, str) for answer in answers) and (works[name] or fails[name] < 3):
                     answers = [answer for part in parts for answer in self.ask([(name, part)])[0]]
             failed = [isinstance(answer, str) for answer in answers]
-            hopeless[name] += all(failed)
-            works |= set() if all(failed) else {name}
+            (fails if all(failed) else works)[name] += 1
             for s, answer, bad in zip(group, answers, failed):
                 failures += [f"{name}: {answer}, on {s.text!r:.200}"] * bad
                 s.rewards[name] = 0.0 if bad else answer
         for s in itertools.chain(*groups):
             given = [(weight, s.rewards[name]) for name, weight in self.weights.items() if s.rewards[name] is not None]
-            s.reward = round(sum(weight * value for weight, value in given), 9) if given else None    # so equal is equal
             if given and (last := self.cfg.soft_overlong_share * self.cfg.max_completion_length):
                 s.rewards["overlong"] = -max(0.0, (len(s.ids) - self.cfg.max_completion_length) / last + 1)
-                s.reward += s.rewards["overlong"]
+                given.append((1.0, s.rewards["overlong"]))
+            s.reward = round(sum(weight * value for weight, value in given), 9) if given else None    # equal is equal
         return failures
 
 # --- rollout ----------------------------------------------------------------------------------------------------------
@@ -1140,10 +1139,10 @@ def sample_metrics(groups: list[list[Sample]]) -> dict[str, float]:
     samples, rewards = [s for group in groups for s in group], reward_table(groups)     # [B, G]
     std = lambda x: (x - x.nanmean(1, keepdim=True)).square().nanmean(1).sqrt().nanmean().item()
     mean = lambda values: sum(given) / len(given) if (given := [x for x in values if x is not None]) else None
-    lengths = [len(s.ids) for s in samples]
+    lengths, names = [len(s.ids) for s in samples], dict.fromkeys(name for s in samples for name in s.rewards)
     return {"reward/mean": rewards.nanmean().item(), "reward/std": std(rewards.view(1, -1)),
             "reward/group_std": std(rewards), "reward/zero_std_groups": mean(not has_signal(g) for g in groups),
-            **{f"reward/{name}": mean(s.rewards.get(name) for s in samples) for s in samples for name in s.rewards},
+            **{f"reward/{name}": mean(s.rewards.get(name) for s in samples) for name in names},
             "reward/advantage_std": torch.tensor([s.advantage for s in samples]).std(correction=0).item(),
             "completion/tokens": sum(lengths), "completion/truncated": mean(s.truncated for s in samples),
             "completion/length_mean": mean(lengths), "completion/length_max": max(lengths),
