@@ -1080,7 +1080,7 @@ class Run:
         self.cfg, self.lost, self.folder = cfg, False, Path(cfg.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
         if dist.get_rank() == 0:
             file, flags = self.folder / "config.json", json.loads(json.dumps(asdict(cfg) | {"output_dir": None}))
-            with blamed(f"--output-dir {self.folder} can't be used", OSError, ValueError):
+            with blamed(f"--output-dir {self.folder} can't be used", OSError, ValueError, TypeError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 old = dict(json.loads(file.read_text())) if file.exists() else flags
                 need("num_generations" in old and (self.begun() or not (self.folder / "model").exists()),

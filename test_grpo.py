@@ -1258,7 +1258,7 @@ def test_a_folder_of_another_run_is_refused(models, tmp_path):
     for flags, words in (({"learning_rate": 1.0}, "--learning-rate 3e-05, not 1.0"), ({"reward": ("format",)}, "--reward")):
         with pytest.raises(UserError, match=f"holds a run with {words}"):
             grpo.Run(replace(cfg, **flags))
-    for text, words in (("{", "can't be used"), ("[]", "something else"),
+    for text, words in (("{", "can't be used"), ("5", "can't be used"), ("[]", "something else"),
                         ('{"hidden_size": 64}', "something else")):    # a model's, say
         (tmp_path / "run" / "config.json").write_text(text)
         with pytest.raises(UserError, match=words):
