@@ -252,7 +252,7 @@ def standard_row(row: Any, cfg: Config) -> dict:
 
 def tokenize(rows: list[dict], tokenizer, cfg: Config) -> list[Row]:
     """A `question` is the user's turn in the model's chat template, if it has one; messages go through the template; a
-    text `prompt` is read as it is. Leaves out prompts over the limit."""
+    text `prompt` is read without it. Leaves out prompts over the limit."""
     kept, limit = [], min(cfg.max_prompt_length, cfg.max_length - cfg.max_completion_length)
     system = [{"role": "system", "content": cfg.system_prompt}] if cfg.system_prompt else []
     for row in rows:
