@@ -42,7 +42,7 @@ def need(right: Any, complaint: str) -> None:
         raise UserError(complaint)
 
 @contextlib.contextmanager
-def blamed(complaint: str, *kinds: type[Exception]) -> Iterator[None]:
+def blamed(complaint: str, *kinds: type[BaseException]) -> Iterator[None]:
     """Makes of these exceptions a UserError: the complaint, and the first line of what they say."""
     try:
         yield
@@ -151,8 +151,8 @@ def check_config(c: Config, world_size: int) -> None:
     may_be_0 = {"warmup_steps", "eval_size", "adam_beta2"} | {name for name, x in asdict(Config()).items() if x == 0}
     names = [Path(name).stem for name in c.eval_dataset]
     for flag, right, rule in (
-            *((name, math.isfinite(x) and x >= 0, "must not be negative") if name in may_be_0 else
-              (name, math.isfinite(x) and x > 0, "must be a number above 0")
+            *((name, 0 <= x < math.inf, "must be finite and not negative") if name in may_be_0 else
+              (name, 0 < x < math.inf, "must be finite and above 0")
               for name, x in asdict(c).items() if type(x) in (int, float) and name not in any_number),
             ("epsilon", c.epsilon < 1, "must be below 1"), ("adam_beta2", c.adam_beta2 < 1, "must be below 1"),
             ("temperature", 0.01 <= c.temperature <= 2, "must be from 0.01 to 2, as vLLM has it"),
@@ -289,7 +289,7 @@ def load_data(cfg: Config, tokenizer) -> tuple[list[Row], dict[str, list[Row]]]:
     if dropped := given - len(train):
         say(f"{dropped} of {given} training prompts dropped: they are held out as well")
     texts = [isinstance(_readings(final_answer(row.columns.get("answer", 0)))[0], str) for row in train[:256]]
-    if "correct" in reward_weights(cfg) and any(texts) and not importlib.util.find_spec("math_verify"):    # optional
+    if "correct" in reward_weights(cfg) and any(texts) and not importlib.util.find_spec("math_verify"):
         say(f"note: {sum(texts)} of the first {len(texts)} answers are no plain numbers; completions must match them "
             "as text (pip install math-verify: as mathematics)")
     need(len(train) >= cfg.prompts_per_step or cfg.eval_only, f"dataset {cfg.dataset} leaves {len(train)} prompts to "
@@ -988,8 +988,7 @@ def train_on(groups: list[list[Sample]], policy: Policy, reference: Policy | Non
     peak = lambda name: torch.tensor([0.0, *(sums[name] for sums in seen)]).max().item()
     tokens, n, planned = total("tokens"), len(norms), len(minibatches) * cfg.num_iterations
     return {"policy/loss": total("loss") / max(len(updates), 1), "policy/grad_norm": sum(norms) / max(n, 1),
-            "policy/updates": n,
-            "policy/skipped_updates": planned - n, "policy/nonfinite_updates": len(updates) - n,
+            "policy/updates": n, "policy/skipped_updates": planned - n, "policy/nonfinite_updates": len(updates) - n,
             **{f"policy/{name}": total(name) / tokens if tokens else None    # no update, no measure
                for name in ("entropy", "clip_low", "clip_high", "engine_gap_mean", *["kl"] * bool(reference))},
             "policy/ratio_max": peak("ratio_max"), "policy/engine_gap_max": peak("engine_gap_max"),
@@ -1191,8 +1190,8 @@ def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> N
 # --- train ------------------------------------------------------------------------------------------------------------
 def rollout(engine: Engine, rows: list[Row], n: int, temperature: float, seed: int, pool: RewardPool, phase: str
             ) -> tuple[list[list[Sample]], int]:
-    """Samples and scores this rank's share of the rows. Returns everybody's groups, in the rows' order, and on how many
-    completions a reward failed: every rank then knows the whole step, and only the loss is left to reduce."""
+    """Samples and scores this rank's share of the rows. Returns everybody's groups, in the rows' order, and how many
+    rewards failed on a completion: every rank then knows the whole step, and only the loss is left to reduce."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share, groups, failures = rows[len(rows) * rank // world_size:len(rows) * (rank + 1) // world_size], [], []
     with contextlib.suppress(Broken):    # as on_signal raises it, `breakable` is off again
