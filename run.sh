@@ -5,16 +5,18 @@
 #   ./run.sh --help                   the flags of grpo.py
 #   ./run.sh test [words of pytest]   the tests
 #   NPROC=2 ./run.sh ...              processes to train with (default: one per GPU, or one)
+#   CUDA_VISIBLE_DEVICES= ./run.sh    on the CPU of a machine that has GPUs, from a .venv-cpu of its own
 set -euo pipefail
+export PYTHONUTF8=1 # in other locales torch can't compile where a path has a letter beyond ASCII
 
 here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
-venv=$here/.venv
-py=$venv/bin/python
-log=$venv/install.log
 model=$here/models/SmolLM2-135M-Instruct
 
 say() { echo "run.sh: $*" >&2; }
 die() { say "$*"; exit 1; }
+# The linker that compiles the engine's kernels takes no space, quote or the like in torch's own path.
+[[ $here != *[\ \'\"\\\$\&\;\(\)\<\>\|:*?]* ]] ||
+  die "the folder's path has a space or sign in it that compilers can't take: move it: $here"
 pip() { "$py" -m pip "$@" </dev/null >>"$log" 2>&1; }
 
 find_python() {
@@ -56,7 +58,7 @@ install() {
   rm -rf "$venv.old"
   (($(df -Pk "$here" | awk 'NR == 2 { print int($4 / 1024 ^ 2) }') >= need)) ||
     die "installing needs $need GB of free disk in $here: make room"
-  say "installing torch and vLLM for ${mode^^} into .venv (once, $minutes minutes; log: $log)"
+  say "installing torch and vLLM for ${mode^^} into ${venv##*/} (once, $minutes minutes; log: $log)"
   mkdir "$venv"
   touch "$log"
   "$python" -m venv "$venv" >>"$log" 2>&1 || install_failed
@@ -105,7 +107,22 @@ EOF
   rm -rf "$new"
 }
 
-tests="" asks="" own_model=""
+# At its start the engine compiles kernels: always on GPUs, on the CPU for a long run.
+check_compiler() {
+  local compiler=${CC:-gcc} package=gcc advice=die more="" version
+  if [[ $mode == cpu ]]; then
+    compiler=${CXX:-g++} package=g++ advice=say more=", or give --vllm-enforce-eager to a long run"
+  fi
+  if ! command -v "${compiler%% *}" >/dev/null; then
+    $advice "no compiler ($compiler) for the engine: install it (on Debian and Ubuntu: apt install $package)$more"
+  elif ! "$py" -c "import os, sys, sysconfig
+sys.exit(not os.path.exists(sysconfig.get_path('include') + '/Python.h'))"; then
+    version=$("$py" -c "import sys; print('python%d.%d' % sys.version_info[:2])") || version=python3
+    $advice "no Python.h for the engine's compiler: install it (on Debian and Ubuntu: apt install $version-dev)$more"
+  fi
+}
+
+tests="" asks="" own_model="" previous=""
 if [[ ${1-} == test ]]; then
   tests=1
   shift
@@ -113,18 +130,29 @@ fi
 for word in "$@"; do
   case $word in
     -h | --help | --tyro-*) asks=1 ;;
-    --model[-_]name[-_]or[-_]path | --model[-_]name[-_]or[-_]path=*) own_model=1 ;;
+    --model[-_]name[-_]or[-_]path) own_model=1 ;;
+    --model[-_]name[-_]or[-_]path=*) own_model=${word#*=} ;;
   esac
+  [[ $previous != --model[-_]name[-_]or[-_]path ]] || own_model=$word
+  previous=$word
 done
+# Before torch is imported; what doesn't look like a folder may be the name of a model on a hub.
+[[ $asks || $own_model != [./~]* || -d $own_model ]] ||
+  die "--model-name-or-path $own_model: no such folder"
 
-mode=cpu
+mode=cpu venv=$here/.venv
 if gpus=$(nvidia-smi -L 2>/dev/null | grep -c "^GPU "); then
   mode=cuda
   if [[ ${CUDA_VISIBLE_DEVICES+set} ]]; then
     IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
     gpus=${#visible[@]}
+    if ((gpus == 0)) || [[ $CUDA_VISIBLE_DEVICES == -1 ]]; then # another build of torch and vLLM
+      gpus=0 mode=cpu venv=$here/.venv-cpu
+    fi
   fi
 fi
+py=$venv/bin/python
+log=$venv/install.log
 ranks=${NPROC:-$((gpus > 0 ? gpus : 1))}
 [[ $ranks =~ ^[1-9][0-9]*$ ]] || die "NPROC is the number of processes, 1 or more, not '$ranks'"
 want="recipe 1, $mode, $(cksum <"$here/requirements.txt")"
@@ -145,8 +173,8 @@ if [[ $mode == cpu ]]; then # a faster allocator, where the machine has it, and 
 fi
 if [[ $tests ]]; then
   [[ " $*" == *test_grpo.py* ]] || set -- "$here/test_grpo.py" "$@"
-  [[ " $*" == *" -m"* ]] || set -- -m "not bench and not faults" "$@"
-  exec "$py" -P -m pytest -p no:cacheprovider -o markers=$'bench\nfaults' "$@"
+  [[ " $*" == *" -m"* ]] || set -- -m "not bench and not faults and not sweep" "$@"
+  exec "$py" -P -m pytest -p no:cacheprovider -o markers=$'bench\nfaults\nsweep' "$@"
 fi
 [[ ! $asks ]] || exec "$py" "$here/grpo.py" "$@"
 if [[ $mode == cuda ]] && ((ranks > gpus)); then
@@ -157,9 +185,23 @@ if [[ $mode == cpu && ! ${OMP_NUM_THREADS-} ]]; then
   cores=$(nproc)
   export OMP_NUM_THREADS=$((cores > ranks ? cores / ranks : 1))
 fi
+check_compiler
+[[ $HOME != *\ * ]] || export VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$venv/vllm} # compilers take no space here either
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$venv/inductor} # compiled kernels outlive the run
 # torchrun, with time to save when it is stopped; its ending is grpo.py's own line and exit code, not a traceback.
+# Temporary files go into a folder that ends with the run; a killed run's, known by its process id, at the next start.
 exec "$py" -P -c '
-import logging, sys
+import logging, os, pathlib, shutil, sys, tempfile
+
+def remove_leftovers():
+    for path in pathlib.Path(tempfile.gettempdir()).glob("grpo-run-[0-9]*"):
+        pid = path.name.split("-")[2]
+        if not os.path.exists(f"/proc/{pid}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+remove_leftovers()
+own = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=f"grpo-run-{os.getpid()}-")
+shared, tempfile.tempdir = tempfile.tempdir, own
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
@@ -171,4 +213,8 @@ except SignalException as e:
 except ChildFailedError as e:
     code = e.get_first_failure()[1].exitcode
     sys.exit(code if code > 0 else 128 - code)
+finally:
+    shutil.rmtree(own, ignore_errors=True)
+    tempfile.tempdir = shared
+    remove_leftovers()
 ' --standalone --shutdown-timeout 60 --nproc-per-node "$ranks" "$here/grpo.py" "$@"
