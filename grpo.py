@@ -1,14 +1,12 @@
 """GRPO in one file: trains a language model by reinforcement learning on rule rewards.
 
-    torchrun --standalone grpo.py                     # a quick experiment on one GPU, or on the CPU
+    torchrun --standalone grpo.py           # a quick experiment; --help: every flag and its meaning
     torchrun --standalone --nproc-per-node 8 grpo.py --dataset my.jsonl
-    python grpo.py --help                             # every flag and what it means
 
 One step: draw prompts; sample a group of completions for each (vLLM); score them; turn each group's
 rewards into advantages; make the better completions more likely and the worse less (FSDP); hand the
-weights back to vLLM. The first part of the file is the algorithm: config, record, training loop,
-advantage, loss, update, policy, engine. What follows the banner changes nothing of what is learnt.
-One record, `Sample`, flows through it. To try an idea, change `group_advantages` or a surrogate.
+weights back to vLLM. One record, `Sample`, flows through it. To try an idea, change a reward,
+`group_advantages` or a surrogate. What follows the banner changes nothing of what is learnt.
 
 Where it differs from the paper (arXiv:2402.03300):
  1. The engine that samples computes slightly other probabilities (mu) than the trainer: the
@@ -26,7 +24,6 @@ from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Callable, Iterator, Literal
-
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")    # read when torch is imported
 import numpy
 import torch
@@ -40,8 +37,7 @@ class Config:
     """Prompts and completions are counted over all ranks, tokens of a micro-batch on one."""
     model_name_or_path: str = "HuggingFaceTB/SmolLM2-135M-Instruct"    # folder or hub id
     output_dir: str | None = None    # a run's folder: one in it goes on. Default: a new runs/<time>
-    # sets the flags of a published variant; flags given beside it win
-    recipe: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] = "grpo"
+    recipe: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] = "grpo"    # sets flags
     seed: int = 0    # of prompt order and sampling; one seed gives the same run on the same machine
     device: Literal["auto", "cuda", "cpu"] = "auto"    # auto: GPUs where torch sees any
     bf16: bool = True    # compute in bfloat16; weights, reduction, optimizer are always float32
@@ -70,12 +66,9 @@ class Config:
     num_generations: int = 8    # completions of each prompt: its group (G in the paper)
     max_completion_length: int = 16    # completions are cut, and counted, at this many tokens
     stop: tuple[str, ...] = ()    # texts that end a completion; they stay in what the reward sees
-    # of sampling and all logprobs. No top-p, top-k: the trainer can't match a cut choice
-    temperature: float = 1.0
-    # sample up to so often to fill the step with groups whose rewards differ (DAPO)
-    dynamic_sampling_rounds: int = 1
-    # share of a GPU's memory for vLLM; on the CPU, of the machine's for its KV cache
-    vllm_gpu_memory_utilization: float = 0.3
+    temperature: float = 1.0    # of sampling and of all logprobs; a cut choice couldn't be matched
+    dynamic_sampling_rounds: int = 1    # to fill the step with groups whose rewards differ (DAPO)
+    vllm_gpu_memory_utilization: float = 0.3    # of a GPU; on the CPU, of its memory for KV cache
     vllm_max_model_length: int | None = None    # default: longest prompt and completion together
     vllm_enable_sleep_mode: bool = True    # free vLLM's GPU memory while training
     vllm_enforce_eager: bool | None = None    # no compilation. Default: in short runs on the CPU
@@ -90,11 +83,9 @@ class Config:
     scale_rewards: Literal["group", "batch", "none"] = "group"    # whose std divides advantages
     advantage_baseline: Literal["mean", "leave_one_out"] = "mean"    # of all, or the others (RLOO)
     min_group_std: float = 1e-6    # as a share of the group's largest reward; below: no signal
-    # Mean over each completion's tokens, then completions (grpo); over all tokens (dapo, cispo);
-    # sum over tokens / (completions x max_completion_length) (dr_grpo).
+    # mean over completions' means (grpo), all tokens (dapo, cispo), or a fixed length (dr_grpo)
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = "grpo"
-    # the ratio is a token's, or one for the completion (GSPO)
-    importance_sampling_level: Literal["token", "sequence"] = "token"
+    importance_sampling_level: Literal["token", "sequence"] = "token"    # whose the ratio is
     epsilon: float = 0.2    # the ratio pi_theta/pi_old is clipped below at 1 - epsilon
     epsilon_high: float | None = None    # and above at 1 + epsilon_high; default: epsilon
     delta: float | None = None    # two-sided clip: bounds ratios of negative advantage from above
@@ -114,8 +105,7 @@ class Config:
     # --- optimization
     max_steps: int = 70    # steps, one rollout each
     learning_rate: float = 3e-5    # peak learning rate of AdamW
-    # after the warm-up; linear and cosine fall to 0
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"    # after the warm-up
     warmup_steps: int = 3    # steps over which the learning rate rises linearly
     weight_decay: float = 0.0    # of AdamW
     adam_beta2: float = 0.95    # of AdamW: its memory of squared gradients (0.95: about 20 updates)
@@ -132,15 +122,14 @@ class Config:
 
     @property
     def max_length(self) -> int:
-        if self.vllm_max_model_length:
-            return self.vllm_max_model_length
-        return self.max_prompt_length + self.max_completion_length
+        return self.vllm_max_model_length or self.max_prompt_length + self.max_completion_length
 
     @property
     def clip_high(self) -> float:
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
-# arXiv:2402.03300, 2503.14476, 2503.20783, 2507.18071, 2506.13585, 2402.14740
+# Flags of published variants: arXiv 2402.03300, 2503.14476, 2503.20783, 2507.18071, 2506.13585,
+# 2402.14740. Those given beside --recipe win.
 RECIPES = {
     "grpo": {},
     "dapo": dict(loss_type="dapo", epsilon_high=0.28, dynamic_sampling_rounds=4,
@@ -191,7 +180,6 @@ def train(cfg: Config, trainer: "Trainer") -> None:
                 saved_step = state.step
             if done:
                 break
-
             stop_point()
             start = time.perf_counter()
             groups, metrics = sample_groups(cfg, trainer)
@@ -204,7 +192,6 @@ def train(cfg: Config, trainer: "Trainer") -> None:
             trained = time.perf_counter()
             engine.load(policy)
             loaded = time.perf_counter()
-
             metrics |= {"time/sampling": sampled - start, "time/training": trained - sampled,
                         "time/reload": loaded - trained, "time/step": loaded - start,
                         "time/tokens_per_second": metrics["completion/tokens"] / (loaded - start),
@@ -221,9 +208,8 @@ def train(cfg: Config, trainer: "Trainer") -> None:
         save_result(cfg, trainer)
 
 def sample_groups(cfg: Config, trainer: "Trainer") -> tuple[list[list[Sample]], dict[str, Any]]:
-    """The scored groups of a step, and how they came about. With dynamic sampling (DAPO, section
-    3.2): of as many rounds of prompts as it takes to fill the step with groups whose rewards
-    differ, or of all that are allowed; other groups are dropped, and counted."""
+    """The scored groups of a step, and how they came about: of one round of prompts or (DAPO,
+    section 3.2) as many as it takes, and are allowed, to fill the step with differing rewards."""
     state, wanted = trainer.state, cfg.prompts_per_step
     kept, failures = [], 0
     for i in range(cfg.dynamic_sampling_rounds):
@@ -264,7 +250,6 @@ def adapted_beta(beta: float, kl: float | None, target: float | None) -> float:
 def group_advantages(rewards: Tensor, scale_rewards: str = "group", baseline: str = "mean",
                      min_group_std: float = 1e-6) -> Tensor:
     """Advantage of each completion in its group, (r - mean) / (std + 1e-6), population std (4.1).
-
     rewards [B, G]: B groups of G; nan is left out. scale_rewards: "group" divides by the group's
     std, "batch" by that of all rewards, "none" by nothing (Dr. GRPO, arXiv:2503.20783). baseline:
     "leave_one_out" takes the mean of the others of the group (RLOO, arXiv:2402.14740). A std of at
@@ -308,8 +293,7 @@ class Tokens:
     logprobs: Tensor | None = None          # the policy's now, with gradient
     entropy: Tensor | None = None           # of the policy's distribution, with gradient
 
-# e**20 is 5e8. Beyond, a ratio or KL says no more, and its gradient would overflow float32.
-MAX_EXPONENT = 20.0
+MAX_EXPONENT = 20.0    # e**20 is 5e8: beyond, a ratio's or KL's gradient would overflow float32
 
 def policy_loss(tokens: Tokens, cfg: Config, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
     """The surrogate with KL penalty (eq. 3), negated:
@@ -371,8 +355,7 @@ def sum_per_sequence(values: Tensor, sequence: Tensor) -> Tensor:
     return torch.zeros_like(values).index_add(0, sequence, values)[sequence]
 
 def engine_weights(gap: Tensor, sequence: Tensor, mode: str, maximum: float) -> Tensor:
-    """What corrects the surrogate for the engine having sampled, from gap = log pi_old/mu [T]:
-    pi_old/mu of the token or of its whole completion; above the maximum it is cut or 0. [T]"""
+    """pi_old/mu of each token or its completion, from its log [T]; above the maximum cut or 0."""
     if mode == "sequence_mask":
         gap = sum_per_sequence(gap, sequence)
     weights = gap.exp()
@@ -389,8 +372,7 @@ def token_mean(completions: int, tokens: int, own_tokens: int, cfg: Config) -> f
 def fixed_length_mean(completions: int, tokens: int, own_tokens: int, cfg: Config) -> float:
     return 1 / (completions * cfg.max_completion_length)
 
-# The surrogate, and what one token weighs in the mean: of an update's completions and their tokens
-# in the loss, and of its own completion's tokens.
+# The surrogate, and what one token weighs in the mean over an update.
 LOSS_TYPES = {
     "grpo": (clipped_surrogate, completion_mean),
     "dapo": (clipped_surrogate, token_mean),
@@ -399,9 +381,8 @@ LOSS_TYPES = {
 }
 
 def set_token_weights(groups: list[list[Sample]], cfg: Config) -> list[Sample]:
-    """Gives each sample its tokens' share in the mean of one update, over all ranks: the loss is
-    then a plain sum of weighted tokens, however they are split. Returns the samples that are
-    trained on; the others count in the mean."""
+    """Gives each sample its tokens' share in the mean of one update: the loss is then a sum of
+    weighted tokens, however they are split. Returns the samples to train on; all count in it."""
     completions = sum(len(group) for group in groups)
     candidates = [s for group in groups for s in group if in_loss(s, cfg)]
     tokens = sum(sum(s.mask) for s in candidates)
@@ -422,8 +403,7 @@ def in_loss(sample: Sample, cfg: Config) -> bool:
 # --- update ---------------------------------------------------------------------------------------
 def update(groups: list[list[Sample]], cfg: Config, policy: "Policy", reference: "Policy | None",
            optimizer: torch.optim.AdamW, state: "State") -> dict[str, Any]:
-    """All optimizer updates of one rollout, which is the whole step's on every rank. Returns
-    metrics over all ranks."""
+    """All optimizer updates of a step's groups, the same on every rank. Returns their metrics."""
     STOPPING.phase = "training"
     rate = learning_rate(state.step, cfg)
     optimizer.param_groups[0]["lr"] = rate
@@ -505,8 +485,7 @@ class Policy(nn.Module):
         self.temperature = temperature
 
     @property
-    def packed(self) -> bool:
-        """Whether the model's attention takes packed rows."""
+    def packed(self) -> bool:    # whether its attention takes packed rows
         return self.lm.config._attn_implementation != "sdpa"
 
     @property
@@ -591,8 +570,7 @@ class Engine:
         self.llm.reset_prefix_cache()    # it holds keys and values of the old weights
 
     def sleep(self) -> None:
-        """Frees the engine's GPU memory for training. Level 1: level 2 also drops tensors that no
-        load brings back."""
+        """Frees its GPU memory. Level 2 would also drop tensors that no load brings back."""
         if self.sleeps:
             self.llm.sleep(level=1)
 
@@ -603,9 +581,8 @@ class Engine:
 
 def rollout(engine: Engine, pool: "RewardPool", rows: list[Row], n: int, temperature: float,
             seed: int, phase: str) -> tuple[list[list[Sample]], int]:
-    """Samples and scores this rank's share of the rows. Returns everybody's groups, in the rows'
-    order, and how many rewards failed on a completion: every rank then knows the whole step, and
-    only the loss is left to reduce."""
+    """Samples and scores this rank's share of the rows. Returns all ranks' groups, in the rows'
+    order, and how many rewards failed on a completion: each rank then knows the whole step."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share = rows[len(rows) * rank // world_size:len(rows) * (rank + 1) // world_size]
     groups, failures = [], []
