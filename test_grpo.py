@@ -3706,6 +3706,7 @@ def test_run_sh_leaves_nothing_in_the_temporary_folder_and_sweeps_what_killed_ru
 HERE = Path(__file__).resolve()
 PATIENCE = 600    # seconds: only what hangs takes as long
 ENV = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+ENV |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}    # read at the import
 ENV |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{SOURCE.parent}:{HERE.parent}"}
 needs_cpu_engine = pytest.mark.skipif(torch.cuda.is_available(), reason="needs the CPU build of vLLM")
@@ -4258,7 +4259,7 @@ class RandomLetters:
     def __init__(self, *args):
         pass
 
-    def run_policy(self, policy):
+    def load(self, policy):
         pass
 
     def sleep(self):
