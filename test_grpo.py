@@ -4763,14 +4763,14 @@ def test_twenty_kills_lose_nothing(start, place, undisturbed):
     for _ in range(20):
         phase = rng.choice(["sampling", "training", "scoring", "evaluation", "saving"])
         job = start("twenty", hold=f"{phase}:{rng.randint(1, 3)}")
-        line = job.stdout.readline()
-        while line and not line.startswith("held "):
-            line = job.stdout.readline()
-        if not line:    # it got to its end: begin again
+        pids = [int(line.split()[2]) for line in itertools.islice(
+            (line for line in job.stdout if line.startswith("held ")), 2)]
+        if not pids:    # it got to its end: begin again
             assert story(place / "twenty") == undisturbed
             shutil.rmtree(place / "twenty")
             continue
-        os.kill(int(line.split()[2]), signal.SIGKILL)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
         job.end()
     finish(start("twenty"))
     assert story(place / "twenty") == undisturbed
