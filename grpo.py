@@ -221,20 +221,19 @@ def sample_groups(cfg: Config, trainer: "Trainer") -> tuple[list[list[Sample]], 
         if cfg.dynamic_sampling_rounds == 1:
             kept = groups
         else:
-            kept += [group for group in groups if rewards_differ(group)]
+            kept += [group for group in groups if rewards_differ(group, cfg.min_group_std)]
         if len(kept) >= wanted:
             break
-    # Nothing to learn from: the last round stands for the step, and makes no update.
-    kept = kept[:wanted] or groups
+    kept = kept[:wanted] or groups    # with no signal the last round stands for the step
     rounds = i + 1
     return kept, {"reward/failures": failures, "rollout/rounds": rounds,
                   "rollout/dropped_groups": rounds * wanted - len(kept)}
 
-def rewards_differ(group: list[Sample]) -> bool:
-    """Whether the rewards of a group differ before the length's part in them."""
-    values = {round(s.reward - s.rewards.get("overlong", 0.0), 9)
-              for s in group if s.reward is not None}
-    return len(values) > 1
+def rewards_differ(group: list[Sample], min_group_std: float) -> bool:
+    """Whether the rewards of a group give a signal before the length's part in them."""
+    parts = [s.rewards.get("overlong", 0.0) for s in group]
+    rewards = reward_table([group]) - torch.tensor(parts, dtype=torch.float64)    # [1, G]
+    return bool(group_advantages(rewards, min_group_std=min_group_std).any())
 
 def adapted_beta(beta: float, kl: float | None, target: float | None) -> float:
     """Adaptive beta: PPO, arXiv:1707.06347, section 4."""
@@ -314,8 +313,9 @@ def policy_loss(tokens: Tokens, cfg: Config, beta: float) -> tuple[Tensor, dict[
         value = value * engine_weights(gap, tokens.sequence, cfg.vllm_importance_sampling_mode,
                                        cfg.vllm_importance_sampling_clip_max)
     if tokens.ref_logprobs is not None:
-        log_ref_ratio = (tokens.ref_logprobs - tokens.logprobs).clamp(max=MAX_EXPONENT)    # [T]
-        k3 = log_ref_ratio.exp() - log_ref_ratio - 1      # eq. 4
+        log_ref_ratio = tokens.ref_logprobs - tokens.logprobs                 # [T]
+        bounded = log_ref_ratio.clamp(max=MAX_EXPONENT)
+        k3 = bounded.exp() - bounded - 1      # eq. 4
         kl = k3 if cfg.kl_estimator == "k3" else log_ref_ratio.square() / 2
         if cfg.use_bias_correction_kl:
             kl = kl * ratio

@@ -1246,6 +1246,27 @@ def test_no_two_rounds_of_a_run_share_a_seed(tiny_models):
     assert len(seen) == 3 * 5 * 3
 
 
+def test_k2_pulls_however_far_the_policy_is():
+    """Half the squared log has no exponent to bound: at -90 against -0.1 its slope is the distance."""
+    logprobs = f64([-90.0], requires_grad=True)
+    tokens = Tokens(f64([0.0]), f64([1.0]), torch.tensor([0]), f64([-90.0]), f64([-90.0]), f64([-0.1]),
+                    logprobs, f64([0.0]))
+    loss, _ = grpo.policy_loss(tokens, Config(kl_estimator="k2"), 1.0)
+    loss.backward()
+    assert loss.item() == approx(89.9**2 / 2) and logprobs.grad.tolist() == approx([-89.9])
+
+
+def test_dynamic_sampling_takes_rounding_for_no_signal_as_the_advantage_does(tiny_models):
+    def respond(n, temperature):
+        return make_groups([(1, [1, 1])] * 2, [[0.5, 0.5000001], [0.5, 0.6]])
+    cfg = Config(prompts_per_step=2, num_generations=2, dynamic_sampling_rounds=2)
+    groups, counted = grpo.sample_groups(cfg, fake_trainer(respond))
+    assert [[s.reward for s in group] for group in groups] == [[0.5, 0.6]] * 2
+    assert counted["rollout/dropped_groups"] == 2
+    groups, _ = grpo.sample_groups(replace(cfg, min_group_std=0.5), fake_trainer(respond))
+    assert len(groups) == 2 and not any(map(grpo.has_signal, groups[:1]))
+
+
 def test_dynamic_sampling_does_not_count_lengths(tiny_models):
     """Rewards of which only the part of the length differs are no group to learn from."""
     def respond(n, temperature):
