@@ -68,7 +68,7 @@ class Config:
     stop: tuple[str, ...] = ()    # texts that end a completion; they stay in what the reward sees
     temperature: float = 1.0    # of sampling and of all logprobs; a cut choice couldn't be matched
     dynamic_sampling_rounds: int = 1    # to fill the step with groups whose rewards differ (DAPO)
-    vllm_gpu_memory_utilization: float = 0.3    # of a GPU; on the CPU, of its memory for KV cache
+    vllm_gpu_memory_utilization: float = 0.3    # share of a GPU; on the CPU of RAM, for the cache
     vllm_max_model_length: int | None = None    # default: longest prompt and completion together
     vllm_enable_sleep_mode: bool = True    # free vLLM's GPU memory while training
     vllm_enforce_eager: bool | None = None    # no compilation. Default: in short runs on the CPU
@@ -85,7 +85,7 @@ class Config:
     min_group_std: float = 1e-6    # as a share of the group's largest reward; below: no signal
     # mean over completions' means (grpo), all tokens (dapo, cispo), or a fixed length (dr_grpo)
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = "grpo"
-    importance_sampling_level: Literal["token", "sequence"] = "token"    # whose the ratio is
+    importance_sampling_level: Literal["token", "sequence"] = "token"    # one ratio for each
     epsilon: float = 0.2    # the ratio pi_theta/pi_old is clipped below at 1 - epsilon
     epsilon_high: float | None = None    # and above at 1 + epsilon_high; default: epsilon
     delta: float | None = None    # two-sided clip: bounds ratios of negative advantage from above
@@ -382,13 +382,13 @@ LOSS_TYPES = {
 
 def set_token_weights(groups: list[list[Sample]], cfg: Config) -> list[Sample]:
     """Gives each sample its tokens' share in the mean of one update: the loss is then a sum of
-    weighted tokens, however they are split. Returns the samples to train on; all count in it."""
+    weighted tokens, however they are split. Returns the samples to train on."""
     completions = sum(len(group) for group in groups)
     candidates = [s for group in groups for s in group if in_loss(s, cfg)]
     tokens = sum(sum(s.mask) for s in candidates)
+    _, token_share = LOSS_TYPES[cfg.loss_type]
     for s in candidates:
-        mean = LOSS_TYPES[cfg.loss_type][1]
-        s.token_weight = mean(completions, tokens, sum(s.mask), cfg)
+        s.token_weight = token_share(completions, tokens, sum(s.mask), cfg)
     if not any(has_signal(group) for group in groups):
         return []    # a step would only follow the optimizer's momentum
     if not cfg.skip_zero_std_groups:
@@ -413,13 +413,13 @@ def update(groups: list[list[Sample]], cfg: Config, policy: "Policy", reference:
     passes = cfg.num_iterations * sum(len(batches) for batches in minibatches)
     bar = progress("training", total=passes)
     for iteration in range(cfg.num_iterations):
-        weights_sampled = iteration == 0 and cfg.num_minibatches == 1    # they are still the same
+        first_update = iteration == 0 and cfg.num_minibatches == 1    # by the weights that sampled
         for batches in minibatches:
             for batch in batches:
                 if not weights_moved:    # until then a stop costs only this step's samples
                     stop_point()
                 logprobs, entropy = policy(batch)                             # [T], [T]
-                if weights_sampled:
+                if first_update:
                     batch.tokens.old_logprobs = logprobs.detach()
                 tokens = replace(batch.tokens, logprobs=logprobs, entropy=entropy)
                 loss, metrics = policy_loss(tokens, cfg, state.beta)
@@ -588,13 +588,13 @@ def rollout(engine: Engine, pool: "RewardPool", rows: list[Row], n: int, tempera
     groups, failures = [], []
     STOPPING.phase = phase
     with STOPPING.interruptible():
-        STOPPING.break_off_if_told()    # before this
+        STOPPING.break_off_if_told()    # by a signal that came before
         groups = engine.sample(share, n, temperature, seed * world_size + rank, phase)
         failures = pool.score(groups)
     shares = gathered((groups, failures))
     stop_point()
-    groups = [group for groups, _ in shares for group in groups]
-    failures = [failure for _, failures in shares for failure in failures]
+    groups = [group for theirs, _ in shares for group in theirs]
+    failures = [failure for _, theirs in shares for failure in theirs]
     report_failures(failures, len(rows) * n)
     return groups, len(failures)
 
@@ -997,7 +997,7 @@ class RewardPool:
     step in one call. What the rewards print is shown when the step is scored."""
 
     def __init__(self, cfg: Config, workers: int):
-        """workers: how many, unless --reward-workers says it; each starts at its first call."""
+        """workers: how many, if --reward-workers doesn't say it; each starts at its first call."""
         self.cfg = cfg
         self.weights = reward_weights(cfg)
         for name in self.weights:
@@ -1171,7 +1171,7 @@ def pack(samples: list[Sample], packed: bool, device: torch.device) -> Batch:
     columns = torch.tensor(scored, dtype=torch.float64, device=device).reshape(-1, 6).T  # [6, T]
     score_index, targets, piece = columns[:3].long()
     advantages, token_weights, engine_logprobs = columns[3:].float()
-    sequence = piece.unique(return_inverse=True)[1]
+    sequence = piece.unique(return_inverse=True)[1]    # [T] the completions from 0 on
     return Batch(input_ids[None], position_ids[None],
                  packed_attention(lengths, parents, device) if packed else {}, score_index, targets,
                  Tokens(advantages, token_weights, sequence, engine_logprobs))
@@ -1207,8 +1207,8 @@ def attention_table(queries: Tensor, keys: Tensor, n: int) -> tuple[Tensor, Tens
 def block_mask(lengths: list[int], parents: list[int], device: torch.device):
     from torch.nn.attention.flex_attention import create_block_mask
     repeats = torch.tensor(lengths, device=device)
-    own = torch.arange(len(lengths), device=device).repeat_interleave(repeats)    # [N]
-    prompt = torch.tensor(parents, device=device).repeat_interleave(repeats)  # [N]
+    own = torch.arange(len(lengths), device=device).repeat_interleave(repeats)      # [N]
+    prompt = torch.tensor(parents, device=device).repeat_interleave(repeats)        # [N]
 
     def sees(b, h, q, k):
         return (q >= k) & ((own[q] == own[k]) | (prompt[q] == own[k]))
@@ -1469,6 +1469,19 @@ def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered; all ranks must ask for the same tensors in the same order."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
+def remake_expert_kernels(model: nn.Module) -> None:
+    """vLLM's CPU build packs a mixture's experts only when it makes their kernel: without this it
+    would read reloaded experts as if they were packed."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
+
+def repack_head(model: nn.Module) -> None:
+    """vLLM's CPU build keeps a packed copy of the head, which reloading a tied embedding leaves
+    as it was."""
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
 def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> None:
     """A checkpoint folder for transformers and vLLM, written beside and renamed when whole."""
     state = {}
@@ -1632,7 +1645,7 @@ class Run:
                 shutil.rmtree(leftover, ignore_errors=True)
         dist.barrier()
 
-    def load_checkpoint(self, policy: "Policy", optimizer, rows: list[Row]) -> State:
+    def load_checkpoint(self, policy: Policy, optimizer, rows: list[Row]) -> State:
         """Overwrites weights and optimizer with those of the newest checkpoint that is whole, and
         returns its state; without one, that of a new run."""
         from torch.distributed import checkpoint as dcp
@@ -1682,14 +1695,14 @@ def digest_of_rows(rows: list[Row]) -> str:
     what = [(row.prompt_ids, row.columns.get("answer")) for row in rows]
     return hashlib.sha256(repr(what).encode()).hexdigest()
 
-def make_adam_state(policy: "Policy", optimizer) -> None:
+def make_adam_state(policy: Policy, optimizer) -> None:
     """AdamW's state as it makes it at its first step: a checkpoint is read into it."""
     for p in policy.parameters():
         optimizer.state[p] = {"step": torch.zeros((), device=p.device),
                               "exp_avg": torch.zeros_like(p.detach()),
                               "exp_avg_sq": torch.zeros_like(p.detach())}
 
-def training_tensors(policy: "Policy", optimizer) -> dict[str, Tensor]:
+def training_tensors(policy: Policy, optimizer) -> dict[str, Tensor]:
     """All tensors that the rest of a run depends on. There are no generators among them: each draw
     is seeded anew from its step."""
     tensors = {}
@@ -1806,9 +1819,11 @@ def step_line(metrics: dict[str, Any], cfg: Config) -> str:
     step, total = metrics["step"], cfg.max_steps
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     for label, name in (("reward", "reward/mean"), ("accuracy", "eval/accuracy"),
-                        ("kl", "policy/kl"), ("clipped", "policy/clip_high")):
+                        ("kl", "policy/kl")):
         if name in metrics:
             parts.append(f"{label} {metrics[name]:.3f}")
+    if "policy/clip_low" in metrics:
+        parts.append(f"clipped {metrics['policy/clip_low'] + metrics['policy/clip_high']:.1%}")
     left = round(metrics["time/elapsed"] / step * (total - step))
     return " | ".join([*parts, f"length {metrics['completion/length_mean']:.1f}",
                        f"{metrics['time/tokens_per_second']:.0f} tokens/s",
@@ -1825,6 +1840,7 @@ def report_failures(failures: list[str], completions: int) -> None:
         require(count < max(2, completions),
                 f"the reward {name} failed on every completion of a step, at last {failures[-1]}")
 
+# --- ends of steps --------------------------------------------------------------------------------
 def finish_step(cfg: Config, trainer: "Trainer", groups: list[list[Sample]], metrics: dict) -> None:
     """Makes the step part of the state: from here on a stop doesn't undo it."""
     state = trainer.state
@@ -1869,9 +1885,9 @@ def evaluate(cfg: Config, trainer: "Trainer") -> dict[str, float]:
             prefix = f"eval/{Path(name).stem}/"
         groups, _ = rollout(trainer.engine, trainer.pool, rows, 1, 0.0, cfg.seed, "evaluation")
         trainer.run.write_samples(groups, trainer.state.step, "eval")
-        given = [s.reward for group in groups for s in group if s.reward is not None]
-        if given:
-            metrics[prefix + "reward"] = sum(given) / len(given)
+        reward = mean(s.reward for group in groups for s in group)
+        if reward is not None:
+            metrics[prefix + "reward"] = reward
         if "correct" not in groups[0][0].rewards:
             continue
         metrics[prefix + "accuracy"] = pass_at_k(groups, 1)
@@ -1891,37 +1907,24 @@ def pass_at_k(groups: list[list[Sample]], k: int) -> float:
         total += 1 - math.comb(wrong, k) / math.comb(len(group), k)
     return total / len(groups)
 
-def remake_expert_kernels(model: nn.Module) -> None:
-    """vLLM's CPU build packs a mixture's experts only when it makes their kernel: without this it
-    would read reloaded experts as if they were packed."""
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if hasattr(method, "moe_kernel"):
-            method.moe_kernel = None
-
-def repack_head(model: nn.Module) -> None:
-    """vLLM's CPU build keeps a packed copy of the head, which reloading a tied embedding leaves
-    as it was."""
-    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-
 # --- set-up ---------------------------------------------------------------------------------------
 @dataclass
 class Trainer:
     """Everything of a run on one rank."""
-    policy: "Policy"
-    reference: "Policy | None"    # the model as it started; None at beta 0
+    policy: Policy
+    reference: Policy | None    # the model as it started; None at beta 0
     optimizer: torch.optim.AdamW
-    engine: "Engine"
-    pool: "RewardPool"
+    engine: Engine
+    pool: RewardPool
     rows: list[Row]
     held_out: dict[str, list[Row]]
-    run: "Run"
+    run: Run
     tokenizer: Any
     state: State
 
 def set_up(cfg: Config, device: torch.device, cores: int) -> Trainer | None:
     """Loads everything, the cheap and fallible first. None if the run is complete."""
-    pool = RewardPool(cfg, cfg.reward_workers or min(8, cores))
+    pool = RewardPool(cfg, min(8, cores))
     at_end(pool.close)
     model_config, tokenizer, stop_ids = load_tokenizer(cfg)
     rows, held_out = load_data(cfg, tokenizer)
@@ -1953,7 +1956,7 @@ def set_up(cfg: Config, device: torch.device, cores: int) -> Trainer | None:
     return Trainer(policy, reference, optimizer, engine, pool, rows, held_out, run, tokenizer,
                    state)
 
-def self_test(engine: Engine, policy: "Policy", rows: list[Row], cfg: Config) -> None:
+def self_test(engine: Engine, policy: Policy, rows: list[Row], cfg: Config) -> None:
     """Engine and trainer must agree on a few samples. The engine began with random weights: a
     tensor that didn't reach it shows here, and so does a model that vLLM or the packed rows compute
     differently."""
@@ -1971,7 +1974,11 @@ def self_test(engine: Engine, policy: "Policy", rows: list[Row], cfg: Config) ->
             "computes it differently")
 
 def engine_limits(cfg: Config, model_config, on_cpu: bool) -> dict[str, Any]:
-    """What bounds the engine's memory and its start."""
+    """What bounds the engine's memory and its start. Raises UserError for vLLM's other build."""
+    from vllm.platforms import current_platform
+    wanted, found = "cpu" if on_cpu else "cuda", current_platform.device_type
+    require(found == wanted, f"--device: torch is to use the {wanted}, and this build of vLLM the "
+            f"{found}")
     sequences = cfg.prompts_per_step // dist.get_world_size() * cfg.num_generations
     sequences = min(sequences, 256 if on_cpu else 1024)
     limits = dict(max_model_len=cfg.max_length, max_num_seqs=sequences,
@@ -1979,10 +1986,10 @@ def engine_limits(cfg: Config, model_config, on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         allowed = int(cfg.vllm_gpu_memory_utilization * memory)
-        wanted = (sequences + 1) * cache_bytes(cfg, model_config)
+        full = (sequences + 1) * cache_bytes(cfg, model_config)
         # Compiling takes longer than it saves in a short run.
         eager = cfg.max_steps * sequences * cfg.max_completion_length < 10**6
-        limits |= dict(kv_cache_memory_bytes=min(allowed, wanted), block_size=32)
+        limits |= dict(kv_cache_memory_bytes=min(allowed, full), block_size=32)
     else:
         eager = False
         limits |= dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization,
@@ -2149,7 +2156,6 @@ def diagnosis(error: Exception) -> tuple[int, str | None]:
 def end_with_parent() -> None:
     """Has the kernel kill this process when torchrun's agent ends, in whichever way. An agent that
     ended before can't be reached as the ranks meet, which ends this process too."""
-    import ctypes
     parent = os.getppid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)    # PR_SET_PDEATHSIG
     if os.getppid() != parent:    # it ended meanwhile
@@ -2478,11 +2484,8 @@ def symbolically_equal(found: str, gold: str) -> bool:
     if huge or not importlib.util.find_spec("math_verify"):
         return False
     from math_verify import parse, verify
-
-    sides = [
-        parse(f"${text.strip('$ ')}$", parsing_timeout=1, raise_on_error=False)
-        for text in (gold, found)
-    ]
+    sides = [parse(f"${text.strip('$ ')}$", parsing_timeout=1, raise_on_error=False)
+             for text in (gold, found)]
     return all(sides) and verify(*sides, timeout_seconds=1, raise_on_error=False)
 
 def correct(completions: list[str], answer: list, **_) -> list[float]:

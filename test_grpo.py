@@ -1282,6 +1282,24 @@ def test_dynamic_sampling_does_not_count_lengths(tiny_models):
     assert counted["rollout/dropped_groups"] == 2
 
 
+def test_a_steps_line_adds_up_what_is_clipped_and_says_nothing_where_nothing_clips():
+    metrics = {"step": 2, "reward/mean": 0.5, "policy/clip_low": 0.01, "policy/clip_high": 0.02,
+               "completion/length_mean": 3.0, "time/tokens_per_second": 7.0, "time/step": 1.5, "time/elapsed": 20.0}
+    line = grpo.step_line(metrics, Config(max_steps=10))
+    assert line == ("step  2/10 | reward 0.500 | clipped 3.0% | length 3.0 | 7 tokens/s | 1.5 s | 1:20 left")
+    del metrics["policy/clip_low"], metrics["policy/clip_high"]
+    assert "clipped" not in grpo.step_line(metrics, Config(max_steps=10))
+
+
+def test_the_other_build_of_vllm_is_named(monkeypatch):
+    platforms = type(sys)("vllm.platforms")
+    platforms.current_platform = type("Platform", (), {"device_type": "cuda"})
+    monkeypatch.setitem(sys.modules, "vllm", type(sys)("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    with pytest.raises(UserError, match="torch is to use the cpu, and this build of vLLM the cuda"):
+        grpo.engine_limits(Config(), None, on_cpu=True)
+
+
 def test_sampling_seeds_every_generator_that_vllm_draws_from():
     class Llm:
         def generate(self, *args, **kwargs):
