@@ -164,6 +164,8 @@ class Sample:
     advantage: float = 0.0
     token_weight: float = 0.0       # what one of its tokens weighs in the loss
 
+Group = list[Sample]    # the completions of one prompt
+
 # --- training loop --------------------------------------------------------------------------------
 def train(cfg: Config, trainer: "Trainer") -> None:
     """GRPO, from the first step to the last. Raises Stopped, on all ranks, once all is saved."""
@@ -207,7 +209,7 @@ def train(cfg: Config, trainer: "Trainer") -> None:
     if not cfg.eval_only:
         save_result(cfg, trainer)
 
-def sample_groups(cfg: Config, trainer: "Trainer") -> tuple[list[list[Sample]], dict[str, Any]]:
+def sample_groups(cfg: Config, trainer: "Trainer") -> tuple[list[Group], dict[str, Any]]:
     """The scored groups of a step, and how they came about: of one round of prompts or (DAPO,
     section 3.2) as many as it takes, and are allowed, to fill the step with differing rewards."""
     state, wanted = trainer.state, cfg.prompts_per_step
@@ -229,7 +231,7 @@ def sample_groups(cfg: Config, trainer: "Trainer") -> tuple[list[list[Sample]], 
     return kept, {"reward/failures": failures, "rollout/rounds": rounds,
                   "rollout/dropped_groups": rounds * wanted - len(kept)}
 
-def rewards_differ(group: list[Sample], min_group_std: float) -> bool:
+def rewards_differ(group: Group, min_group_std: float) -> bool:
     """Whether the rewards of a group give a signal before the length's part in them."""
     parts = [s.rewards.get("overlong", 0.0) for s in group]
     rewards = reward_table([group]) - torch.tensor(parts, dtype=torch.float64)    # [1, G]
@@ -269,14 +271,14 @@ def group_advantages(rewards: Tensor, scale_rewards: str = "group", baseline: st
     no_signal = std <= min_group_std * size                                   # [B, 1]
     return distance.masked_fill(no_signal | ~given, 0.0).float()
 
-def set_advantages(groups: list[list[Sample]], cfg: Config) -> None:
+def set_advantages(groups: list[Group], cfg: Config) -> None:
     advantages = group_advantages(reward_table(groups), cfg.scale_rewards,
                                   cfg.advantage_baseline, cfg.min_group_std)  # [B, G]
     for group, values in zip(groups, advantages.tolist(), strict=True):
         for sample, value in zip(group, values, strict=True):
             sample.advantage = value
 
-def has_signal(group: list[Sample]) -> bool:
+def has_signal(group: Group) -> bool:
     return any(s.advantage != 0 for s in group)
 
 # --- loss -----------------------------------------------------------------------------------------
@@ -380,7 +382,7 @@ LOSS_TYPES = {
     "cispo": (cispo_surrogate, token_mean),
 }
 
-def set_token_weights(groups: list[list[Sample]], cfg: Config) -> list[Sample]:
+def set_token_weights(groups: list[Group], cfg: Config) -> list[Sample]:
     """Gives each sample its tokens' share in the mean of one update: the loss is then a sum of
     weighted tokens, however they are split. Returns the samples to train on."""
     completions = sum(len(group) for group in groups)
@@ -401,14 +403,14 @@ def in_loss(sample: Sample, cfg: Config) -> bool:
     return not (sample.truncated and cfg.mask_truncated_completions)
 
 # --- update ---------------------------------------------------------------------------------------
-def update(groups: list[list[Sample]], cfg: Config, policy: "Policy", reference: "Policy | None",
+def update(groups: list[Group], cfg: Config, policy: "Policy", reference: "Policy | None",
            optimizer: torch.optim.AdamW, state: "State") -> dict[str, Any]:
     """All optimizer updates of a step's groups, the same on every rank. Returns their metrics."""
     STOPPING.phase = "training"
     rate = learning_rate(state.step, cfg)
     optimizer.param_groups[0]["lr"] = rate
     minibatches, planned = pack_minibatches(groups, cfg, policy, reference)
-    losses, measures, norms = [], [], []
+    measures, norms = [], []
     weights_moved = False
     passes = cfg.num_iterations * sum(len(batches) for batches in minibatches)
     bar = progress("training", total=passes)
@@ -425,8 +427,7 @@ def update(groups: list[list[Sample]], cfg: Config, policy: "Policy", reference:
                 loss, metrics = policy_loss(tokens, cfg, state.beta)
                 # FSDP takes the mean of the ranks' gradients, and we want their sum.
                 (loss * dist.get_world_size()).backward()
-                losses.append(loss.item())
-                measures.append(summed(metrics))
+                measures.append(summed(metrics) | {"loss": loss.item()})
                 bar.update()
             norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm)
             norms.append(whole(norm).item())
@@ -435,13 +436,13 @@ def update(groups: list[list[Sample]], cfg: Config, policy: "Policy", reference:
                 weights_moved = True
             optimizer.zero_grad()
     bar.close()
-    result = update_metrics(losses, measures, norms, planned * cfg.num_iterations)
+    result = update_metrics(measures, norms, planned * cfg.num_iterations)
     result["policy/learning_rate"] = rate
     if reference:
         result["policy/beta"] = state.beta
     return result
 
-def pack_minibatches(groups: list[list[Sample]], cfg: Config, policy: "Policy",
+def pack_minibatches(groups: list[Group], cfg: Config, policy: "Policy",
                      reference: "Policy | None") -> tuple[list[list["Batch"]], int]:
     """This rank's micro-batches of each optimizer update that has a signal, and how many updates a
     pass has with those that have none. Sets old and reference logprobs, once a rollout."""
@@ -534,7 +535,7 @@ class Engine:
                 **engine_limits(cfg, model_config, self.on_cpu))
 
     def sample(self, rows: list[Row], n: int, temperature: float, seed: int,
-               phase: str) -> list[list[Sample]]:
+               phase: str) -> list[Group]:
         """n completions of each row's prompt; `seed` fixes the draw."""
         # vLLM draws from this process's generators, there is no other state to keep: on the CPU
         # from torch's, on GPUs a seed for each request from numpy's.
@@ -580,7 +581,7 @@ class Engine:
             self.llm.wake_up(tags=[tag])
 
 def rollout(engine: Engine, pool: "RewardPool", rows: list[Row], n: int, temperature: float,
-            seed: int, phase: str) -> tuple[list[list[Sample]], int]:
+            seed: int, phase: str) -> tuple[list[Group], int]:
     """Samples and scores this rank's share of the rows. Returns all ranks' groups, in the rows'
     order, and how many rewards failed on a completion: each rank then knows the whole step."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -918,7 +919,7 @@ def load_function(flag: str, name: str) -> Callable:
     return function
 
 def call_reward(name: str, samples: list[Sample]) -> list[float | None | str]:
-    """The rewards of completions, None where it doesn't apply; or, for each, what it raised.
+    """The rewards of completions, None where it doesn't apply; or what it raised for one alone.
 
     The function gets those of these lists that it has parameters for, an entry a completion:
     prompts, completions, completion_ids and the columns of the first completion's row."""
@@ -934,7 +935,9 @@ def call_reward(name: str, samples: list[Sample]) -> list[float | None | str]:
     try:
         rewards = list(function(**arguments))
     except BaseException as e:    # SystemExit too
-        return [f"{type(e).__name__}: {e}"] * len(samples)
+        if len(samples) > 1:
+            return [call_reward(name, [sample])[0] for sample in samples]
+        return [f"{type(e).__name__}: {e}"]
     require(len(rewards) == len(samples),
             f"the reward {name} returned {len(rewards)} values for {len(samples)} completions")
     return [checked_reward(name, reward) for reward in rewards]
@@ -1035,21 +1038,23 @@ class RewardPool:
         for sample, answer in zip(samples, answers):
             sample.rewards[name] = answer
 
-    def call_all(self, name: str, calls: list[list[Sample]]) -> None:
+    def ask(self, name: str, calls: list[list[Sample]]) -> None:
         list(self.threads.map(self.call, itertools.repeat(name), calls))
 
-    def ask(self, name: str, groups: list[list[Sample]]) -> None:
-        """Calls a reward for groups. Those that fail are asked again, a completion at a time; if it
-        never works, only three of them, as one that always hangs would take hours."""
-        samples = list(itertools.chain(*groups))
+    def ask_all(self, name: str, groups: list[Group]) -> None:
+        """Calls a reward for groups. Where it hangs or dies it is asked again, a completion at a
+        time: if it fails on all of one such group, not of others, as that might take hours."""
         whole_step = getattr(load_function("reward", name), "whole_step", False)
-        self.call_all(name, [samples] if whole_step and samples else groups)
+        samples = list(itertools.chain(*groups))
+        self.ask(name, [samples] if whole_step and samples else groups)
         failed = [group for group in groups if isinstance(group[0].rewards[name], str)]
-        self.call_all(name, [[sample] for group in failed[:3] for sample in group])
-        if any(not isinstance(sample.rewards[name], str) for sample in samples):
-            self.call_all(name, [[sample] for group in failed[3:] for sample in group])
+        for part in (failed[:1], failed[1:]):
+            alone = list(itertools.chain(*part))
+            self.ask(name, [[sample] for sample in alone])
+            if all(isinstance(sample.rewards[name], str) for sample in alone):
+                break
 
-    def score(self, groups: list[list[Sample]]) -> list[str]:
+    def score(self, groups: list[Group]) -> list[str]:
         """Sets the samples' rewards, each and their weighted sum; what failed is 0, and returned.
 
         `correct` is asked too, as a metric, where it isn't a reward and every row has an answer."""
@@ -1059,7 +1064,7 @@ class RewardPool:
         samples = list(itertools.chain(*groups))
         failures = []
         for name in names:
-            self.ask(name, groups)
+            self.ask_all(name, groups)
             for sample in samples:
                 answer = sample.rewards[name]
                 if isinstance(answer, str):
@@ -1097,7 +1102,7 @@ class Batch:
     targets: Tensor              # [T]
     tokens: Tokens
 
-def by_row(samples: list[Sample]) -> list[list[Sample]]:
+def by_row(samples: list[Sample]) -> list[Group]:
     return [list(group) for _, group in itertools.groupby(samples, key=lambda s: s.row.index)]
 
 def packed_length(samples: list[Sample]) -> int:
@@ -1109,11 +1114,10 @@ def split(samples: list[Sample], world_size: int, budget: int) -> list[list[list
     """Deals samples, group after group, into micro-batches: result[rank][micro-batch]. Ranks get
     nearly equal tokens and the same number of micro-batches, each of at most `budget` tokens or of
     one sample. A group over the budget is cut, its prompt repeated."""
-    cuts = [0, *rank_cuts(samples, world_size), len(samples)]
     ranks = []
-    for start, end in itertools.pairwise(cuts):
+    for share in equal_shares(samples, world_size):
         micro_batches = []
-        for group in by_row(samples[start:end]):
+        for group in by_row(share):
             parts = [group]
             if packed_length(group) > budget:
                 parts = [[s] for s in group]
@@ -1122,23 +1126,24 @@ def split(samples: list[Sample], world_size: int, budget: int) -> list[list[list
                     micro_batches.append([])
                 micro_batches[-1] += part
         ranks.append(micro_batches)
-    most = max(len(micro_batches) for micro_batches in ranks)
+    most = max(map(len, ranks))
     return [micro_batches + [[]] * (most - len(micro_batches)) for micro_batches in ranks]
 
-def rank_cuts(samples: list[Sample], world_size: int) -> list[int]:
-    """Where the samples are divided among ranks, so that each gets nearly equal tokens."""
-    tokens_before = [0]
+def equal_shares(samples: list[Sample], world_size: int) -> list[list[Sample]]:
+    """Cuts samples, in their order, into one share a rank, by where the middle of each lies in the
+    tokens of all. The first of a row's samples counts with the prompt."""
+    total = packed_length(samples)
+    shares = [[] for _ in range(world_size)]
+    before = 0    # tokens
     for group in by_row(samples):
-        prompt = len(group[0].row.prompt_ids)
+        length = len(group[0].row.prompt_ids)
         for s in group:
-            tokens_before.append(tokens_before[-1] + prompt + len(s.ids))
-            prompt = 0    # shared by the others of the group
-    cuts = []
-    for rank in range(1, world_size):
-        share = tokens_before[-1] * rank / world_size
-        errors = [abs(before - share) for before in tokens_before]
-        cuts.append(errors.index(min(errors)))
-    return cuts
+            length += len(s.ids)
+            middle = before + length / 2
+            shares[int(middle / total * world_size)].append(s)
+            before += length
+            length = 0
+    return shares
 
 # A micro-batch of nothing keeps a rank in step with those that have one more.
 NOTHING = Sample(row=Row(index=-1, prompt="", prompt_ids=[0], columns={}), ids=[0], mask=[False],
@@ -1588,7 +1593,7 @@ class Run:
         if scores:
             say("before the first step: " + ", ".join(scores))
 
-    def write_samples(self, groups: list[list[Sample]], step: int, split: str) -> None:
+    def write_samples(self, groups: list[Group], step: int, split: str) -> None:
         self.write("samples.jsonl", [
             {"step": step, "split": split, "prompt": s.row.prompt, "completion": s.text,
              "reward": s.reward, "rewards": s.rewards, "advantage": s.advantage}
@@ -1728,7 +1733,7 @@ def mean(values) -> float | None:
     given = [x for x in values if x is not None]
     return sum(given) / len(given) if given else None
 
-def reward_table(groups: list[list[Sample]]) -> Tensor:
+def reward_table(groups: list[Group]) -> Tensor:
     """[B, G] in float64, nan where no reward applies."""
     return torch.tensor([[math.nan if s.reward is None else s.reward for s in group]
                          for group in groups], dtype=torch.float64)
@@ -1738,7 +1743,7 @@ def population_std(rewards: Tensor) -> float:
     distance = rewards - rewards.nanmean(1, keepdim=True)
     return distance.square().nanmean(1).sqrt().nanmean().item()
 
-def sample_metrics(groups: list[list[Sample]]) -> dict[str, Any]:
+def sample_metrics(groups: list[Group]) -> dict[str, Any]:
     """What a step's samples say, over all ranks."""
     samples = [s for group in groups for s in group]
     rewards = reward_table(groups)                                            # [B, G]
@@ -1767,19 +1772,19 @@ def summed(metrics: dict[str, Tensor]) -> dict[str, float]:
         result[name] = values.sum().item()
     return result
 
-def update_metrics(losses: list[float], measures: list[dict[str, float]], norms: list[float],
+def update_metrics(measures: list[dict[str, float]], norms: list[float],
                    planned: int) -> dict[str, Any]:
     """What a step's updates say, over all ranks, from this rank's micro-batches and the gradient
     norms of its updates."""
-    losses, measures = zip(*gathered((sum(losses), measures)))
-    measures = [measure for share in measures for measure in share]
+    measures = list(itertools.chain(*gathered(measures)))
     finite_norms = [norm for norm in norms if math.isfinite(norm)]
-    result = {"policy/loss": sum(losses) / max(1, len(norms)),
+    loss = sum(measure.pop("loss") for measure in measures)
+    tokens = sum(measure.pop("tokens") for measure in measures)
+    result = {"policy/loss": loss / max(1, len(norms)),
               "policy/grad_norm": sum(finite_norms) / max(1, len(finite_norms)),
               "policy/updates": len(finite_norms),
               "policy/skipped_updates": planned - len(finite_norms),
               "policy/nonfinite_updates": len(norms) - len(finite_norms)}
-    tokens = sum(measure.pop("tokens") for measure in measures)
     for name in measures[0] if measures else []:
         values = [measure[name] for measure in measures]
         if name.endswith("_max"):
@@ -1841,7 +1846,7 @@ def report_failures(failures: list[str], completions: int) -> None:
                 f"the reward {name} failed on every completion of a step, at last {failures[-1]}")
 
 # --- ends of steps --------------------------------------------------------------------------------
-def finish_step(cfg: Config, trainer: "Trainer", groups: list[list[Sample]], metrics: dict) -> None:
+def finish_step(cfg: Config, trainer: "Trainer", groups: list[Group], metrics: dict) -> None:
     """Makes the step part of the state: from here on a stop doesn't undo it."""
     state = trainer.state
     state.step += 1
@@ -1899,7 +1904,7 @@ def evaluate(cfg: Config, trainer: "Trainer") -> dict[str, float]:
                 metrics[f"{prefix}pass@{2**power}"] = pass_at_k(groups, 2**power)
     return metrics
 
-def pass_at_k(groups: list[list[Sample]], k: int) -> float:
+def pass_at_k(groups: list[Group], k: int) -> float:
     """Unbiased estimate of the chance that one of k completions is right (arXiv:2107.03374, 1)."""
     total = 0.0
     for group in groups:
