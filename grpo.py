@@ -114,6 +114,9 @@ class Config:
     tokens_per_micro_batch: int = 8192    # of one rank: bounds memory, changes no result
     gradient_checkpointing: bool = False    # recompute activations: less memory, a third more time
     ref_cpu_offload: bool = False    # keep the reference model's shards in CPU memory
+    lora_rank: int = 0    # train adapters of this rank on the frozen model; 0: all its weights
+    lora_alpha: float = 32.0    # what adapters add is scaled by lora_alpha / lora_rank
+    lora_target_modules: tuple[str, ...] = ()    # names of linear layers. Default: all but the head
     # --- evaluation and checkpoints
     eval_steps: int = 20    # evaluate before the first step, every so many steps, and at the end
     eval_num_generations: int = 0    # completions of a problem, at --temperature, for pass@k
@@ -259,17 +262,21 @@ def group_advantages(rewards: Tensor, scale_rewards: str = "group", baseline: st
     r = rewards.double()                                                      # [B, G]
     given = ~r.isnan()                                                        # [B, G]
     distance = r - r.nanmean(1, keepdim=True)                                 # [B, G]
-    std = distance.square().nanmean(1, keepdim=True).sqrt()                   # [B, 1]
-    size = r.abs().nan_to_num(0.0).amax(1, keepdim=True)                      # [B, 1]
+    std = root_mean_square(distance)                                          # [B, 1]
     if baseline == "leave_one_out":
         n = given.sum(1, keepdim=True)                                        # [B, 1]
         distance = distance * n / (n - 1).clamp(1)
+    size = r.abs().nan_to_num(0.0).amax(1, keepdim=True)                      # [B, 1]
+    no_signal = root_mean_square(distance) <= min_group_std * size            # [B, 1]
     if scale_rewards == "group":
         distance = distance / (std + 1e-6)
     if scale_rewards == "batch":
         distance = distance / (r[given].std(correction=0) + 1e-6)
-    no_signal = std <= min_group_std * size                                   # [B, 1]
     return distance.masked_fill(no_signal | ~given, 0.0).float()
+
+def root_mean_square(x: Tensor) -> Tensor:
+    """Of each row, nan left out. [B, G] -> [B, 1]"""
+    return x.square().nanmean(1, keepdim=True).sqrt()
 
 def set_advantages(groups: list[Group], cfg: Config) -> None:
     advantages = group_advantages(reward_table(groups), cfg.scale_rewards,
@@ -403,7 +410,7 @@ def in_loss(sample: Sample, cfg: Config) -> bool:
     return not (sample.truncated and cfg.mask_truncated_completions)
 
 # --- update ---------------------------------------------------------------------------------------
-def update(groups: list[Group], cfg: Config, policy: "Policy", reference: "Policy | None",
+def update(groups: list[Group], cfg: Config, policy: "Policy", reference: Callable | None,
            optimizer: torch.optim.AdamW, state: "State") -> dict[str, Any]:
     """All optimizer updates of a step's groups, the same on every rank. Returns their metrics."""
     STOPPING.phase = "training"
@@ -443,7 +450,7 @@ def update(groups: list[Group], cfg: Config, policy: "Policy", reference: "Polic
     return result
 
 def pack_minibatches(groups: list[Group], cfg: Config, policy: "Policy",
-                     reference: "Policy | None") -> tuple[list[list["Batch"]], int]:
+                     reference: Callable | None) -> tuple[list[list["Batch"]], int]:
     """This rank's micro-batches of each optimizer update that has a signal, and how many updates a
     pass has with those that have none. Sets old and reference logprobs, once a rollout."""
     size = max(1, math.ceil(len(groups) / cfg.num_minibatches))
@@ -816,9 +823,9 @@ ABOVE_0 = """max_prompt_length prompts_per_step max_completion_length dynamic_sa
     vllm_gpu_memory_utilization vllm_max_model_length reward_timeout reward_memory min_group_std
     epsilon epsilon_high delta kl_target num_iterations num_minibatches
     vllm_importance_sampling_clip_max max_steps learning_rate max_grad_norm max_skipped_steps
-    tokens_per_micro_batch eval_steps save_steps save_total_limit""".split()
+    tokens_per_micro_batch lora_alpha eval_steps save_steps save_total_limit""".split()
 NOT_BELOW_0 = """eval_size reward_workers soft_overlong_share entropy_coef beta warmup_steps
-    weight_decay adam_beta2 eval_num_generations seed""".split()
+    weight_decay adam_beta2 lora_rank eval_num_generations seed""".split()
 
 def check_config(cfg: Config, world_size: int) -> None:
     """What flags alone can get wrong. Raises UserError naming the flag and what would be right."""
@@ -866,9 +873,10 @@ def joint_rules(cfg: Config, world_size: int) -> Iterator[tuple]:
     fits = cfg.prompts_per_step % (world_size * cfg.num_minibatches) == 0
     yield "prompts_per_step", fits, (
         f"must be a multiple of {world_size} processes x --num-minibatches {cfg.num_minibatches}")
+    surrogate, _ = LOSS_TYPES[cfg.loss_type]
     if cfg.delta is not None:
-        fits = LOSS_TYPES[cfg.loss_type][0] is clipped_surrogate
-        yield "delta", fits, f"goes without --loss-type {cfg.loss_type}, which doesn't read it"
+        clips = surrogate is clipped_surrogate
+        yield "delta", clips, f"goes without --loss-type {cfg.loss_type}, which doesn't read it"
         bound = 1 + cfg.clip_high
         yield "delta", cfg.delta > bound, f"must be above 1 + epsilon_high = {bound}"
     if cfg.importance_sampling_level == "sequence":
@@ -1277,7 +1285,9 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx, d_logprobs, d_entropy):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)                                   # [N, D]
-        d_weight = torch.zeros_like(weight, dtype=torch.float32)              # [V, D]
+        d_weight = None
+        if ctx.needs_input_grad[1]:    # the head isn't frozen
+            d_weight = torch.zeros_like(weight, dtype=torch.float32)          # [V, D]
         d_logprobs = d_logprobs / ctx.temperature
         d_entropy = d_entropy / ctx.temperature
         entropy_counts = bool(d_entropy.any())
@@ -1291,11 +1301,15 @@ class TokenLogprobs(torch.autograd.Function):
             d_logits.scatter_add_(1, targets[chunk, None], d_logprobs[chunk, None])
             d_logits = d_logits.to(hidden.dtype)                              # [chunk, V]
             d_hidden[chunk] = d_logits @ weight
+            if d_weight is None:
+                continue
             if hidden.dtype == d_weight.dtype:    # without a second [V, D]
                 d_weight.addmm_(d_logits.T, hidden[chunk])
             else:
                 d_weight += d_logits.T @ hidden[chunk]
-        return d_hidden, d_weight.to(weight.dtype), None, None
+        if d_weight is not None:
+            d_weight = d_weight.to(weight.dtype)
+        return d_hidden, d_weight, None, None
 
 def logit_chunks(hidden: Tensor, weight: Tensor,
                  temperature: float) -> Iterator[tuple[slice, Tensor]]:
@@ -1413,7 +1427,7 @@ def hidden_states(lm, pieces: list[Tensor], **attention) -> Tensor:
 def load_policy(cfg: Config, model_config, packed: bool, device: torch.device,
                 trainable: bool) -> Policy:
     """The model, sharded over all ranks (FSDP2): float32 shards, bfloat16 compute, gradients
-    reduced in float32."""
+    reduced in float32. Under adapters what is frozen is held in the dtype that it computes in."""
     from torch.distributed.fsdp import (CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy,
                                         fully_shard)
     from transformers import AttentionInterface, AutoModelForCausalLM
@@ -1422,9 +1436,11 @@ def load_policy(cfg: Config, model_config, packed: bool, device: torch.device,
     attention = "sdpa"
     if packed:
         attention = "flex_attention" if device.type == "cuda" else "grouped"
+    compute = torch.bfloat16 if cfg.bf16 else torch.float32
+    held = compute if cfg.lora_rank else torch.float32
     with reported_as(f"{name}: no weights in safetensors that fit its config", Exception):
         lm, found = AutoModelForCausalLM.from_pretrained(
-            name, config=model_config, dtype=torch.float32, attn_implementation=attention,
+            name, config=model_config, dtype=held, attn_implementation=attention,
             use_safetensors=True, output_loading_info=True, trust_remote_code=False)
     missing = sorted(found["missing_keys"])
     require(not missing, f"{name}: no weights for {missing!s:.200}")
@@ -1436,11 +1452,12 @@ def load_policy(cfg: Config, model_config, packed: bool, device: torch.device,
     for other, _ in lm.named_parameters(remove_duplicate=False):
         require(other in unique or not re.search(r"\.\d+\.", other),
                 f"{name}: its layers share tensors ({other}), which FSDP can't shard")
-    lm.requires_grad_(trainable)
+    lm.requires_grad_(trainable and not cfg.lora_rank)
+    if cfg.lora_rank:
+        add_adapters(lm, cfg)
     lm.eval()    # dropout would take the ratio of an unchanged policy away from 1
     if trainable and cfg.gradient_checkpointing:
         lm.gradient_checkpointing_enable()
-    compute = torch.bfloat16 if cfg.bf16 else torch.float32
     offload = OffloadPolicy()
     if cfg.ref_cpu_offload and not trainable and device.type == "cuda":    # on the CPU it can hang
         offload = CPUOffloadPolicy()
@@ -1453,10 +1470,70 @@ def load_policy(cfg: Config, model_config, packed: bool, device: torch.device,
             shard(layer)
     return shard(Policy(lm, cfg.temperature))
 
+class LoraLinear(nn.Linear):
+    """y = W x + alpha / rank B A x, of which A [rank, in] and B [out, rank] are trained, in float32
+    (LoRA, arXiv:2106.09685)."""
+    enabled = True    # of all of them. Off, the model is the one that it started as
+
+    def add_adapter(self, rank: int, alpha: float) -> None:
+        self.scale = alpha / rank
+        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features))
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if not LoraLinear.enabled:
+            return y
+        return y + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
+
+    def merged(self) -> Tensor:
+        """[out, in] in float32. All ranks must ask."""
+        weight, a, b = (whole(p.detach()).float() for p in (self.weight, self.lora_A, self.lora_B))
+        return torch.addmm(weight, b, a, alpha=self.scale)
+
+def add_adapters(lm, cfg: Config) -> None:
+    """To the linear layers of these names, or all but the head; the same on every rank."""
+    torch.manual_seed(cfg.seed)
+    linear = {name: layer for name, layer in lm.base_model.named_modules()
+              if type(layer) is nn.Linear}
+    kinds = {name.rpartition(".")[2] for name in linear}
+    wanted = set(cfg.lora_target_modules or kinds)
+    require(wanted <= kinds, f"--lora-target-modules: {cfg.model_name_or_path} has no "
+            f"{sorted(wanted - kinds)}; it has {sorted(kinds)}")
+    for name, layer in linear.items():
+        if name.rpartition(".")[2] in wanted:
+            layer.__class__ = LoraLinear    # keeps the names of what is there
+            layer.add_adapter(cfg.lora_rank, cfg.lora_alpha)
+
+def without_adapters(policy: Policy, batch: Batch) -> tuple[Tensor, Tensor]:
+    """What the model as it started says."""
+    LoraLinear.enabled = False
+    try:
+        return policy(batch)
+    finally:
+        LoraLinear.enabled = True
+
+def save_adapters(policy: Policy, cfg: Config, folder: Path) -> None:
+    """A folder in peft's format."""
+    from safetensors.torch import save_file
+    tensors = {}
+    for name, p in policy.lm.named_parameters():
+        if p.requires_grad:
+            tensors[f"base_model.model.{name}.weight"] = whole(p.detach()).cpu()
+    if dist.get_rank() == 0:
+        folder.mkdir(exist_ok=True)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        layers = {name.split(".")[-3] for name in tensors}
+        (folder / "adapter_config.json").write_text(json.dumps({
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": cfg.lora_rank,
+            "lora_alpha": cfg.lora_alpha, "target_modules": sorted(layers),
+            "base_model_name_or_path": cfg.model_name_or_path}))
+
 def checkpoint_tensors(lm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors under the names and in the shapes that a checkpoint has, of one layer at a
     time: transformers may hold several of a layer's tensors as one. All ranks must go through
-    all of them. Parameters come in dtype, buffers as they are."""
+    all of them. Parameters come in dtype, with adapters merged, buffers as they are."""
     from transformers.core_model_loading import revert_weight_conversion
     stored = lm.state_dict().keys()
     tensors = itertools.chain(lm.named_parameters(), lm.named_buffers())
@@ -1464,7 +1541,13 @@ def checkpoint_tensors(lm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     for _, layer in itertools.groupby(tensors, layer_of):
         whole_tensors = {}
         for name, tensor in layer:
-            if isinstance(tensor, nn.Parameter):
+            module_name, _, kind = name.rpartition(".")
+            module = lm.get_submodule(module_name)
+            if kind in ("lora_A", "lora_B"):
+                continue
+            if isinstance(module, LoraLinear) and kind == "weight":
+                whole_tensors[name] = module.merged().to(dtype)
+            elif isinstance(tensor, nn.Parameter):
                 whole_tensors[name] = whole(tensor.detach().to(dtype))
             elif name in stored:
                 whole_tensors[name] = tensor
@@ -1554,7 +1637,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         lock_folder(self.folder)
         file = self.folder / "config.json"
-        flags = json.loads(json.dumps(asdict(self.cfg)))
+        flags, defaults = json.loads(json.dumps([asdict(self.cfg), asdict(Config())]))
         found = dict(json.loads(file.read_text())) if file.exists() else flags
         is_ours = "num_generations" in found and (self.begun() or not self.model_folder.exists())
         require(is_ours, f"--output-dir {self.folder} holds a config.json or model of something "
@@ -1564,9 +1647,10 @@ class Run:
             file.with_suffix(".new").write_text(json.dumps(flags, indent=1))
             file.with_suffix(".new").rename(file)
         for name, value in flags.items():
-            require(name in FREE_FLAGS or found.get(name) == value,
+            theirs = found.get(name, defaults[name])    # or from before there was such a flag
+            require(name in FREE_FLAGS or theirs == value,
                     f"--output-dir {self.folder} holds a run with --{name.replace('_', '-')} "
-                    f"{found.get(name)}, not {value}: name another, or give the same flags")
+                    f"{theirs}, not {value}: name another, or give the same flags")
 
     def begun(self) -> bool:
         return (self.folder / "metrics.jsonl").exists() or bool(self.checkpoints())
@@ -1581,16 +1665,16 @@ class Run:
         return [found[number] for number in sorted(found, reverse=True)]
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """A step's metrics, once it is evaluated: to the file and the terminal. Loggers go here."""
+        """A step's metrics, once it is evaluated: to the file and the terminal. Loggers go here, on
+        the rank that is_writer."""
         # JSON has no nan: null is what was not measured.
         finite = {name: x if x is not None and math.isfinite(x) else None
                   for name, x in metrics.items()}
         self.write("metrics.jsonl", [finite])
+        scores = [f"{name} {x:.3f}" for name, x in metrics.items() if name.startswith("eval/")]
         if metrics["step"]:
             say(step_line(metrics, self.cfg))
-            return
-        scores = [f"{name} {x:.3f}" for name, x in metrics.items() if name.startswith("eval/")]
-        if scores:
+        elif scores:
             say("before the first step: " + ", ".join(scores))
 
     def write_samples(self, groups: list[Group], step: int, split: str) -> None:
@@ -1654,7 +1738,7 @@ class Run:
         """Overwrites weights and optimizer with those of the newest checkpoint that is whole, and
         returns its state; without one, that of a new run."""
         from torch.distributed import checkpoint as dcp
-        make_adam_state(policy, optimizer)
+        make_adam_state(optimizer)
         folder, marker = gathered(self.newest_whole() if self.is_writer else None)[0]
         if folder is None:
             return State(beta=self.cfg.beta)
@@ -1700,27 +1784,30 @@ def digest_of_rows(rows: list[Row]) -> str:
     what = [(row.prompt_ids, row.columns.get("answer")) for row in rows]
     return hashlib.sha256(repr(what).encode()).hexdigest()
 
-def make_adam_state(policy: Policy, optimizer) -> None:
+def make_adam_state(optimizer) -> None:
     """AdamW's state as it makes it at its first step: a checkpoint is read into it."""
-    for p in policy.parameters():
+    for p in optimizer.param_groups[0]["params"]:
         optimizer.state[p] = {"step": torch.zeros((), device=p.device),
                               "exp_avg": torch.zeros_like(p.detach()),
                               "exp_avg_sq": torch.zeros_like(p.detach())}
 
 def training_tensors(policy: Policy, optimizer) -> dict[str, Tensor]:
-    """All tensors that the rest of a run depends on. There are no generators among them: each draw
-    is seeded anew from its step."""
+    """All tensors that are trained, and the optimizer's. There are no generators among them: each
+    draw is seeded anew from its step."""
     tensors = {}
     for name, p in policy.named_parameters():
-        tensors[name] = p.detach()
-        for key, value in optimizer.state[p].items():
-            tensors[f"{name} {key}"] = value
+        if p.requires_grad:
+            tensors[name] = p.detach()
+            for key, value in optimizer.state[p].items():
+                tensors[f"{name} {key}"] = value
     return tensors
 
 def save_result(cfg: Config, trainer: "Trainer") -> None:
     """The trained model, and what has become better."""
     STOPPING.phase = "saving"
     state, folder = trainer.state, trainer.run.model_folder
+    if cfg.lora_rank:
+        save_adapters(trainer.policy, cfg, trainer.run.folder / "adapter")
     save_model(trainer.policy, trainer.tokenizer, folder, trainer.engine.dtype)
     for name, before in state.first_eval.items():
         after = state.last_eval.get(name, math.nan)
@@ -1740,8 +1827,7 @@ def reward_table(groups: list[Group]) -> Tensor:
 
 def population_std(rewards: Tensor) -> float:
     """Mean over rows [R, n] of their std, nan left out."""
-    distance = rewards - rewards.nanmean(1, keepdim=True)
-    return distance.square().nanmean(1).sqrt().nanmean().item()
+    return root_mean_square(rewards - rewards.nanmean(1, keepdim=True)).nanmean().item()
 
 def sample_metrics(groups: list[Group]) -> dict[str, Any]:
     """What a step's samples say, over all ranks."""
@@ -1917,7 +2003,7 @@ def pass_at_k(groups: list[Group], k: int) -> float:
 class Trainer:
     """Everything of a run on one rank."""
     policy: Policy
-    reference: Policy | None    # the model as it started; None at beta 0
+    reference: Callable | None    # the model as it started, called as the policy; None at beta 0
     optimizer: torch.optim.AdamW
     engine: Engine
     pool: RewardPool
@@ -1940,9 +2026,12 @@ def set_up(cfg: Config, device: torch.device, cores: int) -> Trainer | None:
     packed = packs(cfg, model_config, device)
     policy = load_policy(cfg, model_config, packed, device, trainable=True)
     reference = None
-    if cfg.beta:
+    if cfg.beta and cfg.lora_rank:
+        reference = functools.partial(without_adapters, policy)
+    elif cfg.beta:
         reference = load_policy(cfg, model_config, packed, device, trainable=False)
-    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, cfg.adam_beta2), fused=True,
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, betas=(0.9, cfg.adam_beta2), fused=True,
                                   weight_decay=cfg.weight_decay)
     state = run.load_checkpoint(policy, optimizer, rows)
     before = torch.cuda.memory_allocated()    # 0 without a GPU
@@ -2033,7 +2122,9 @@ def reported_as(complaint: str, *kinds: type[BaseException]) -> Iterator[None]:
 IS_FIRST_RANK = os.environ.get("RANK", "0") == "0"
 ON_TERMINAL = IS_FIRST_RANK and sys.stderr.isatty()
 AT_END = contextlib.ExitStack()
-at_end = AT_END.callback    # at_end(function): called once as this process ends, the last one first
+# at_end(function): called once before this process ends, the last one first; not at a signal that
+# comes before training.
+at_end = AT_END.callback
 NO_MEMORY = re.compile("(?i)out of memory|can't allocate memory")
 NO_PEER = re.compile("(?i)gloo.*(connection|timed out|broken pipe|closed)")
 
@@ -2197,6 +2288,8 @@ TRL_NAMES = {
     "num_generations_eval": "use --eval-num-generations",
     "resume_from_checkpoint": "use --output-dir: the same command goes on with the run in it",
     "vllm_importance_sampling_cap": "use --vllm-importance-sampling-clip-max",
+    "use_peft": "use --lora-rank",
+    "lora_r": "use --lora-rank",
     "use_vllm": "vLLM always samples",
     "vllm_tensor_parallel_size": "each process has a whole engine of its own",
     "top_p": "the trainer's probabilities can't match a cut choice",

@@ -1140,6 +1140,91 @@ def test_the_loss_is_the_mean_of_the_updates_made_or_skipped(tiny_models, monkey
     assert got["policy/loss"] == approx(right["policy/loss"]) and right["policy/loss"] != 0
 
 
+# --- adapters -------------------------------------------------------------------------------------
+
+
+class PlainAdapter(nn.Module):
+    """W + alpha / rank B A, in float64."""
+
+    def __init__(self, layer, alpha):
+        super().__init__()
+        self.a = nn.Parameter(grpo.whole(layer.lora_A.detach()).double())
+        self.b = nn.Parameter(grpo.whole(layer.lora_B.detach()).double())
+        self.scale = alpha / len(self.a)
+
+    def forward(self, weight):
+        return weight + self.scale * self.b @ self.a
+
+
+def policy_with_adapters(tiny_models, packed=True, **flags):
+    """Of `llama`, with adapters that already say something."""
+    cfg, policy = tiny_policy(tiny_models / "llama", packed, temperature=0.8, lora_rank=3, lora_alpha=6, **flags)
+    for i, (name, p) in enumerate(policy.named_parameters()):
+        if name.endswith("lora_B"):
+            torch.manual_seed(i)
+            with torch.no_grad():
+                p.copy_(torch.distributed.tensor.DTensor.from_local(torch.randn(p.shape) / 4, p.device_mesh))
+    return cfg, policy
+
+
+def adapters_of(policy):
+    return [p for p in policy.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("packed, budget, flags", [
+    (True, 8192, {}), (True, 40, {"lora_target_modules": ("q_proj", "down_proj")}),
+    (False, 1, {"gradient_checkpointing": True})])
+def test_adapters_learn_as_in_the_loop(tiny_models, packed, budget, flags):
+    """Two updates against a float64 model whose weights are W + alpha / rank B A. The reference is W."""
+    flags = dict(num_iterations=2, tokens_per_micro_batch=budget, beta=0.1, learning_rate=0.1,
+                 max_grad_norm=1e9, **flags)
+    cfg, policy = policy_with_adapters(tiny_models, packed, **flags)
+    model, own = whole_model(tiny_models / "llama").requires_grad_(False), []
+    for name, layer in policy.lm.named_modules():
+        if isinstance(layer, grpo.LoraLinear):
+            plain = PlainAdapter(layer, 6)
+            torch.nn.utils.parametrize.register_parametrization(model.get_submodule(name), "weight", plain)
+            own += [plain.a, plain.b]
+    model.parameters = lambda: iter(own)
+    assert len(own) == 2 * 2 * (2 if cfg.lora_target_modules else 7)    # two layers
+    truth = plain_updates(step_groups(), cfg, model, whole_model(tiny_models / "llama"),
+                          torch.optim.SGD(own, lr=0.1))
+    start = flat(adapters_of(policy))
+    frozen = flat(p for p in policy.parameters() if not p.requires_grad)
+    metrics = update(step_groups(), cfg, policy, functools.partial(grpo.without_adapters, policy),
+                     torch.optim.SGD(adapters_of(policy), lr=0.0))
+    assert metrics == approx(truth["metrics"], 1e-5) and metrics["policy/kl"] > 1e-3
+    assert distance(flat(adapters_of(policy)) - start, truth["weights"] - start) < 1e-4
+    assert torch.equal(frozen, flat(p for p in policy.parameters() if not p.requires_grad))
+
+
+def test_merged_adapters_say_the_same(tiny_models):
+    cfg, policy = policy_with_adapters(tiny_models)
+    merged = whole_model(tiny_models / "llama")
+    sent = dict(grpo.checkpoint_tensors(policy.lm, torch.float32))
+    assert set(sent) == set(merged.state_dict())
+    merged.load_state_dict(sent)
+    samples = list(itertools.chain(*step_groups()))
+    with torch.no_grad():
+        batch = grpo.pack(samples, True, CPU)
+        ours = policy(batch)[0]
+        theirs = torch.cat([plain_logprobs(merged, s, 0.8)[0] for s in samples])
+        start = torch.cat([plain_logprobs(whole_model(tiny_models / "llama"), s, 0.8)[0] for s in samples])
+        assert (ours - theirs).abs().max() < 1e-5 and (ours - start).abs().max() > 0.1
+        assert (grpo.without_adapters(policy, batch)[0] - start).abs().max() < 1e-5
+
+
+def test_what_is_frozen_is_held_in_the_dtype_it_computes_in_and_adapters_in_float32(tiny_models):
+    policy = tiny_policy(tiny_models / "llama", bf16=True, lora_rank=2)[1]
+    dtypes = {name.rpartition(".")[2]: p.dtype for name, p in policy.named_parameters()}
+    assert dtypes == {"weight": torch.bfloat16, "lora_A": torch.float32, "lora_B": torch.float32}
+
+
+def test_layers_that_are_not_there_are_named(tiny_models):
+    with pytest.raises(UserError, match=r"--lora-target-modules: .* has no \['qproj'\]; it has \['down_proj', "):
+        tiny_policy(tiny_models / "llama", lora_rank=2, lora_target_modules=("qproj", "v_proj"))
+
+
 # --- what a step samples --------------------------------------------------------------------------
 
 
@@ -1841,6 +1926,7 @@ def verdict(kind: type, folder, said: list) -> tuple[str, str]:
             for p in lm.parameters():
                 p += torch.randn_like(p) * (0.1 if p.ndim < 2 else p.shape[-1] ** -0.5)
         lm.save_pretrained(folder)
+        lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)    # some zero padding's row
         packed = grpo.packs(cfg, config, CPU)
         policy = grpo.load_policy(cfg, config, packed, CPU, True)
     except UserError as e:
@@ -3884,7 +3970,7 @@ def begin(place: Path, folder: Path, steps: int = 0, **flags) -> SimpleNamespace
     """A run of a tiny policy, as a Trainer has it, after some updates."""
     cfg, policy = run_policy(place / "tied", output_dir=str(folder), learning_rate=1e-2, **flags)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
-    grpo.make_adam_state(policy, optimizer)
+    grpo.make_adam_state(optimizer)
     trainer = SimpleNamespace(cfg=cfg, policy=policy, optimizer=optimizer, run=grpo.Run(cfg),
                               state=State(), rows=run_groups()[0][0].row)
     trainer.rows = [trainer.rows]
@@ -3931,7 +4017,7 @@ def test_a_new_run_starts_from_the_state_that_adamw_would_make(place, unlocked):
         cfg, policy = run_policy(place / "tied")
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
         if ahead:
-            grpo.make_adam_state(policy, optimizer)
+            grpo.make_adam_state(optimizer)
         grpo.update(run_groups(), cfg, policy, None, optimizer, State())
         ends.append(run_weights(policy))
     assert torch.equal(*ends)
@@ -4099,7 +4185,8 @@ RUN_B = """--model-name-or-path {0}/untied --reward {0}/rewards.py:low --seed 7 
     --vllm-enforce-eager True --weight-decay 0.1 --adam-beta2 0.99 --max-grad-norm 0.5
     --system-prompt Add. --prompt-template Now,{{prompt}} --recipe dapo --dynamic-sampling-rounds 2
     --soft-overlong-share 0.5 --eval-num-generations 2 --advantage-baseline leave_one_out
-    --entropy-coef 0.01 --vllm-importance-sampling-mode token_mask --stop e t a"""
+    --entropy-coef 0.01 --vllm-importance-sampling-mode token_mask --stop e t a --lora-rank 4 --lora-alpha 8
+    --lora-target-modules q_proj down_proj"""
 METRICS = {
     "reward": "mean std group_std zero_std_groups advantage_std failures",
     "completion": "length_mean length_max truncated distinct parsable",
@@ -4500,12 +4587,12 @@ def start(place, starter):
     return start
 
 
-def by_torchrun(place, out, hold, restarts=0) -> Job:
-    """The same run, under torchrun."""
+def by_torchrun(place, out, hold, *options) -> Job:
+    """The same run, under torchrun with these options beside its own."""
     ours, theirs = socket.socketpair()
-    command = [sys.executable, *TORCHRUN, "2", "--max-restarts", str(restarts), "--no-python",
-               sys.executable, *CALL, "without_engine", *FAULTY.format(place).split(), "--output-dir", place / out]
-    job = Job(ours, place / f"{out}.err")
+    command = [sys.executable, "-m", "torch.distributed.run", *(options or ("--standalone",)),
+               "--nproc-per-node", 1 if "--nnodes" in options else 2, "--no-python", sys.executable, *CALL, "without_engine", *FAULTY.format(place).split(), "--output-dir", place / out]
+    job = Job(ours, place / f"{out}{len(list(place.glob(f'{out}*.err')))}.err")
     with open(job.stderr, "w") as stderr:
         job.agent = subprocess.Popen(list(map(str, command)), stdout=theirs, stderr=stderr,
                                      env=ENV | {"HOLD": hold})
@@ -4586,6 +4673,30 @@ def test_a_stopped_run_goes_on_exactly(stops, undisturbed, start, place):
         done = step
     assert f"going on after step {done}" in finish(start(out))
     assert story(place / out) == undisturbed
+
+
+def test_a_run_with_adapters_goes_on_exactly_and_leaves_them_in_pefts_format(start, place):
+    flags = "--lora-rank 2 --lora-alpha 4 --beta 0.1"
+    finish(start("lora", flags))
+    shutil.copytree(place / "lora", place / "lora_again",
+                    ignore=lambda *_: ["model", "adapter", "checkpoint-6"])
+    assert "going on after step 4" in finish(start("lora_again", flags))
+    assert story(place / "lora_again") == story(place / "lora")
+    adapter = load_file(place / "lora" / "adapter" / "adapter_model.safetensors")
+    config = json.loads((place / "lora" / "adapter" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 2, 4)
+    before, after = (load_file(folder / "model.safetensors")
+                     for folder in (place / "tied", place / "lora" / "model"))
+    moved = 0
+    for name, weight in before.items():
+        place_of = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{place_of}.lora_A.weight" in adapter:
+            a, b = (adapter[f"{place_of}.lora_{kind}.weight"] for kind in "AB")
+            weight = weight + 2 * b @ a
+            assert not torch.equal(weight, before[name]) and name.split(".")[-2] in config["target_modules"]
+            moved += 1
+        torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-6)
+    assert 2 * moved == len(adapter) > 0
 
 
 @pytest.mark.faults
@@ -4789,10 +4900,29 @@ def test_one_rank_dies(hold, start, place, undisturbed):
 
 @pytest.mark.faults
 def test_torchrun_brings_a_killed_rank_back(place, undisturbed):
-    job = by_torchrun(place, "elastic", "training:9", restarts=3)
+    job = by_torchrun(place, "elastic", "training:9", "--standalone", "--max-restarts", 3)
     os.kill(job.ranks_held()[1], signal.SIGKILL)
     finish(job)
     assert story(place / "elastic") == undisturbed
+
+
+@pytest.mark.faults
+def test_a_host_is_lost_with_the_ranks_store(start, place, undisturbed):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    first, second = [
+        by_torchrun(place, "hosts", hold, "--nnodes", 2, "--node-rank", node, "--master-addr",
+                    "localhost", "--master-port", port)
+        for node, hold in enumerate(["training:9", ""])]
+    first.ranks_held(1)
+    first.agent.kill()    # and with it its rank
+    assert second.end() == [1]
+    said = [line for line in second.stderr.read_text().splitlines() if line.startswith("grpo.py")]
+    assert len(said) == 1 and said[0].startswith(
+        "grpo.py (rank 1): lost another process of the run during training: it died")
+    finish(start("hosts"))
+    assert story(place / "hosts") == undisturbed
 
 
 @pytest.mark.faults
