@@ -21,6 +21,7 @@ import random, re, resource, runpy, shutil, signal, sys, time, traceback, unicod
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Callable, Iterator, Literal
@@ -114,6 +115,9 @@ class Config:
     tokens_per_micro_batch: int = 8192    # of one rank: bounds memory, changes no result
     gradient_checkpointing: bool = False    # recompute activations: less memory, a third more time
     ref_cpu_offload: bool = False    # keep the reference model's shards in CPU memory
+    optimizer_cpu_offload: bool = False    # weights, gradients and optimizer there too
+    fsdp_size: int = 0    # ranks that share one copy of weights and optimizer (HSDP); 0: all
+    ddp_timeout: int = 1800    # seconds that ranks wait for each other
     lora_rank: int = 0    # train adapters of this rank on the frozen model; 0: all its weights
     lora_alpha: float = 32.0    # what adapters add is scaled by lora_alpha / lora_rank
     lora_target_modules: tuple[str, ...] = ()    # names of linear layers. Default: all but the head
@@ -487,18 +491,15 @@ class Policy(nn.Module):
     """A causal language model as a function from a batch to the logprobs and entropies of its
     scored tokens."""
 
-    def __init__(self, lm, temperature: float):
+    def __init__(self, lm, temperature: float, device: torch.device):
         super().__init__()
         self.lm = lm
         self.temperature = temperature
+        self.device = device
 
     @property
     def packed(self) -> bool:    # whether its attention takes packed rows
         return self.lm.config._attn_implementation != "sdpa"
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
 
     def forward(self, batch: "Batch") -> tuple[Tensor, Tensor]:
         # For a model that it takes from transformers, vLLM replaces the class's own __call__ by one
@@ -521,7 +522,7 @@ class Engine:
                        "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         from vllm import LLM, SamplingParams
         self.on_cpu = device.type == "cpu"
-        self.dtype = torch.bfloat16 if cfg.bf16 else torch.float32
+        self.dtype = compute_dtype(cfg)
         self.tokenizer = tokenizer
         self.sleeps = cfg.vllm_enable_sleep_mode and not self.on_cpu
         self.sleeping_bytes = 0    # what torch counts as allocated, and is freed while it sleeps
@@ -570,7 +571,7 @@ class Engine:
         self.wake("weights")
         if self.on_cpu:
             self.llm.apply_model(remake_expert_kernels)
-        weights = checkpoint_tensors(policy.lm, self.dtype)
+        weights = checkpoint_tensors(policy, self.dtype)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.on_cpu and policy.lm.config.tie_word_embeddings:
             self.llm.apply_model(repack_head)
@@ -823,9 +824,9 @@ ABOVE_0 = """max_prompt_length prompts_per_step max_completion_length dynamic_sa
     vllm_gpu_memory_utilization vllm_max_model_length reward_timeout reward_memory min_group_std
     epsilon epsilon_high delta kl_target num_iterations num_minibatches
     vllm_importance_sampling_clip_max max_steps learning_rate max_grad_norm max_skipped_steps
-    tokens_per_micro_batch lora_alpha eval_steps save_steps save_total_limit""".split()
+    tokens_per_micro_batch ddp_timeout lora_alpha eval_steps save_steps save_total_limit""".split()
 NOT_BELOW_0 = """eval_size reward_workers soft_overlong_share entropy_coef beta warmup_steps
-    weight_decay adam_beta2 lora_rank eval_num_generations seed""".split()
+    weight_decay adam_beta2 fsdp_size lora_rank eval_num_generations seed""".split()
 
 def check_config(cfg: Config, world_size: int) -> None:
     """What flags alone can get wrong. Raises UserError naming the flag and what would be right."""
@@ -874,6 +875,9 @@ def joint_rules(cfg: Config, world_size: int) -> Iterator[tuple]:
     yield "prompts_per_step", fits, (
         f"must be a multiple of {world_size} processes x --num-minibatches {cfg.num_minibatches}")
     surrogate, _ = LOSS_TYPES[cfg.loss_type]
+    if cfg.fsdp_size:
+        fits = world_size % cfg.fsdp_size == 0
+        yield "fsdp_size", fits, f"must divide the {world_size} processes"
     if cfg.delta is not None:
         clips = surrogate is clipped_surrogate
         yield "delta", clips, f"goes without --loss-type {cfg.loss_type}, which doesn't read it"
@@ -1364,6 +1368,45 @@ def check_model(cfg: Config, model_config) -> None:
     require(cfg.max_length <= limit, "--max-prompt-length + --max-completion-length (or "
             f"--vllm-max-model-length) is {cfg.max_length}, over the {limit} positions of {name}")
 
+def check_memory(cfg: Config, model_config, device: torch.device) -> None:
+    """Says what training takes of a rank's memory, by the model's config alone. Raises UserError if
+    weights, gradients and optimizer don't fit. What autograd saves of a token is about 12 values a
+    layer for each of its width and 4 for each of its inner width."""
+    from transformers import AutoModelForCausalLM
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
+    if cfg.lora_rank:
+        lm.requires_grad_(False)
+        add_adapters(lm, cfg)
+    total = sum(p.numel() for p in lm.parameters())
+    trained = sum(p.numel() for p in lm.parameters() if p.requires_grad)
+    bytes_each = compute_dtype(cfg).itemsize
+    states = 16 * trained + bytes_each * (total - trained)
+    if cfg.beta and not cfg.lora_rank:
+        states += bytes_each * total
+    states /= cfg.fsdp_size or dist.get_world_size()
+    layers, width = model_config.num_hidden_layers, model_config.hidden_size
+    inner = getattr(model_config, "intermediate_size", None)
+    if not isinstance(inner, int):
+        inner = 4 * width
+    values = layers * (12 * width + 4 * inner)
+    if cfg.gradient_checkpointing:
+        values = layers * width + values / layers
+    activations = bytes_each * cfg.tokens_per_micro_batch * values
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = physical_memory() / from_torchrun("LOCAL_WORLD_SIZE", 1)
+    estimate = (f"{states / 2**30:.1f} GiB for weights, gradients and optimizer, about "
+                f"{activations / 2**30:.1f} for activations, of {memory / 2**30:.1f} a process")
+    fits = states < memory or (cfg.optimizer_cpu_offload and device.type == "cuda")
+    require(fits, f"{cfg.model_name_or_path} takes {estimate}: more processes (torchrun "
+            "--nproc-per-node), --lora-rank 32 or --optimizer-cpu-offload take less")
+    say(f"training takes {estimate}")
+
+def physical_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
 def miniature(model_config, max_length: int):
     """A random model in float32 of the same architecture: few layers and words, the same heads;
     windows and chunks matter in a short row if, and only if, they are under max_length."""
@@ -1426,21 +1469,20 @@ def hidden_states(lm, pieces: list[Tensor], **attention) -> Tensor:
 
 def load_policy(cfg: Config, model_config, packed: bool, device: torch.device,
                 trainable: bool) -> Policy:
-    """The model, sharded over all ranks (FSDP2): float32 shards, bfloat16 compute, gradients
-    reduced in float32. Under adapters what is frozen is held in the dtype that it computes in."""
-    from torch.distributed.fsdp import (CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy,
-                                        fully_shard)
+    """The model, sharded over the ranks. What isn't trained is held in the dtype that it computes
+    in, the rest in float32."""
     from transformers import AttentionInterface, AutoModelForCausalLM
     name = cfg.model_name_or_path
     AttentionInterface.register("grouped", grouped_attention)
     attention = "sdpa"
     if packed:
         attention = "flex_attention" if device.type == "cuda" else "grouped"
-    compute = torch.bfloat16 if cfg.bf16 else torch.float32
-    held = compute if cfg.lora_rank else torch.float32
+    dtype = compute_dtype(cfg)
+    if trainable and not cfg.lora_rank:
+        dtype = torch.float32
     with reported_as(f"{name}: no weights in safetensors that fit its config", Exception):
         lm, found = AutoModelForCausalLM.from_pretrained(
-            name, config=model_config, dtype=held, attn_implementation=attention,
+            name, config=model_config, dtype=dtype, attn_implementation=attention,
             use_safetensors=True, output_loading_info=True, trust_remote_code=False)
     missing = sorted(found["missing_keys"])
     require(not missing, f"{name}: no weights for {missing!s:.200}")
@@ -1458,17 +1500,29 @@ def load_policy(cfg: Config, model_config, packed: bool, device: torch.device,
     lm.eval()    # dropout would take the ratio of an unchanged policy away from 1
     if trainable and cfg.gradient_checkpointing:
         lm.gradient_checkpointing_enable()
-    offload = OffloadPolicy()
-    if cfg.ref_cpu_offload and not trainable and device.type == "cuda":    # on the CPU it can hang
-        offload = CPUOffloadPolicy()
-    shard = functools.partial(
-        fully_shard, mesh=dist.init_device_mesh(device.type, (dist.get_world_size(),)),
-        mp_policy=MixedPrecisionPolicy(compute, torch.float32), offload_policy=offload)
+    offload = cfg.optimizer_cpu_offload if trainable else cfg.ref_cpu_offload
+    return shard(Policy(lm, cfg.temperature, device), cfg, offload)
+
+def compute_dtype(cfg: Config) -> torch.dtype:
+    return torch.bfloat16 if cfg.bf16 else torch.float32
+
+def shard(policy: Policy, cfg: Config, offload: bool) -> Policy:
+    """FSDP2, a layer at a time: gradients are reduced in float32."""
+    from torch.distributed.fsdp import (CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy,
+                                        fully_shard)
+    device, lm, ranks = policy.device.type, policy.lm, dist.get_world_size()
+    mesh = dist.init_device_mesh(device, (ranks,))
+    if cfg.fsdp_size:
+        mesh = dist.init_device_mesh(device, (ranks // cfg.fsdp_size, cfg.fsdp_size),
+                                     mesh_dim_names=("replicate", "shard"))
+    on_gpu = device == "cuda"    # on the CPU the other can hang
+    options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(compute_dtype(cfg), torch.float32),
+                   offload_policy=CPUOffloadPolicy() if offload and on_gpu else OffloadPolicy())
     for layer in reversed([*lm.modules()]):    # inner ones first
         if type(layer).__name__ in (lm._no_split_modules or []):
             layer.training = lm.is_gradient_checkpointing    # asks for it; its parts stay in eval
-            shard(layer)
-    return shard(Policy(lm, cfg.temperature))
+            fully_shard(layer, **options)
+    return fully_shard(policy, **options)
 
 class LoraLinear(nn.Linear):
     """y = W x + alpha / rank B A x, of which A [rank, in] and B [out, rank] are trained, in float32
@@ -1487,9 +1541,10 @@ class LoraLinear(nn.Linear):
             return y
         return y + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
 
-    def merged(self) -> Tensor:
+    def merged(self, device: torch.device) -> Tensor:
         """[out, in] in float32. All ranks must ask."""
-        weight, a, b = (whole(p.detach()).float() for p in (self.weight, self.lora_A, self.lora_B))
+        weight, a, b = [whole(p.detach().to(device, torch.float32))
+                        for p in (self.weight, self.lora_A, self.lora_B)]
         return torch.addmm(weight, b, a, alpha=self.scale)
 
 def add_adapters(lm, cfg: Config) -> None:
@@ -1530,11 +1585,12 @@ def save_adapters(policy: Policy, cfg: Config, folder: Path) -> None:
             "lora_alpha": cfg.lora_alpha, "target_modules": sorted(layers),
             "base_model_name_or_path": cfg.model_name_or_path}))
 
-def checkpoint_tensors(lm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_tensors(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors under the names and in the shapes that a checkpoint has, of one layer at a
     time: transformers may hold several of a layer's tensors as one. All ranks must go through
     all of them. Parameters come in dtype, with adapters merged, buffers as they are."""
     from transformers.core_model_loading import revert_weight_conversion
+    lm, device = policy.lm, policy.device
     stored = lm.state_dict().keys()
     tensors = itertools.chain(lm.named_parameters(), lm.named_buffers())
     layer_of = lambda named: re.match(r".*?\.\d+\.|", named[0])[0]
@@ -1546,9 +1602,9 @@ def checkpoint_tensors(lm, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
             if kind in ("lora_A", "lora_B"):
                 continue
             if isinstance(module, LoraLinear) and kind == "weight":
-                whole_tensors[name] = module.merged().to(dtype)
+                whole_tensors[name] = module.merged(device).to(dtype)
             elif isinstance(tensor, nn.Parameter):
-                whole_tensors[name] = whole(tensor.detach().to(dtype))
+                whole_tensors[name] = whole(tensor.detach().to(device, dtype))
             elif name in stored:
                 whole_tensors[name] = tensor
         yield from revert_weight_conversion(lm, whole_tensors).items()
@@ -1573,7 +1629,7 @@ def repack_head(model: nn.Module) -> None:
 def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> None:
     """A checkpoint folder for transformers and vLLM, written beside and renamed when whole."""
     state = {}
-    for name, tensor in checkpoint_tensors(policy.lm, dtype):
+    for name, tensor in checkpoint_tensors(policy, dtype):
         if dist.get_rank() == 0:
             state[name] = tensor.cpu()
     if dist.get_rank() == 0:
@@ -1611,6 +1667,7 @@ class State:
 
 # Flags that change nothing of what is learnt: a run may go on with others.
 FREE_FLAGS = """output_dir tokens_per_micro_batch gradient_checkpointing ref_cpu_offload
+    optimizer_cpu_offload fsdp_size ddp_timeout
     reward_timeout reward_workers reward_memory vllm_gpu_memory_utilization max_skipped_steps
     save_steps save_total_limit""".split()
 
@@ -1631,6 +1688,10 @@ class Run:
             with reported_as(complaint, OSError, ValueError, TypeError):
                 self.claim()
         dist.barrier()
+        file = self.folder / "config.json"
+        found = gathered(file.stat().st_mtime_ns if file.exists() else None)
+        require(len(set(found)) == 1, f"--output-dir {folder} is not the same folder on all "
+                "machines: name one on a file system that they share")
 
     def claim(self) -> None:
         """Makes the folder, or finds the same run in it. Raises UserError naming what differs."""
@@ -1718,9 +1779,10 @@ class Run:
         unfinished = folder.with_suffix(".unfinished")
         try:
             dcp.save(training_tensors(trainer.policy, trainer.optimizer), checkpoint_id=unfinished)
+            shares = gathered(digests(unfinished, dist.get_rank(), dist.get_world_size()))
             if self.is_writer:
                 marker = {"state": asdict(state), "rows": digest_of_rows(trainer.rows),
-                          "sha256": digests(unfinished)}
+                          "sha256": functools.reduce(dict.__or__, shares)}
                 (unfinished / "complete.json").write_text(json.dumps(marker))
                 shutil.rmtree(folder, ignore_errors=True)    # a damaged one
                 unfinished.rename(folder)
@@ -1772,12 +1834,14 @@ class Run:
 def last_line(e: BaseException) -> str:
     return f"{str(e).strip().splitlines()[-1]:.300}"
 
-def digests(folder: Path) -> dict[str, str]:
+def digests(folder: Path, share: int = 0, shares: int = 1) -> dict[str, str]:
+    """Of one of so many equal shares of a checkpoint's files."""
     found = {}
-    for path in folder.iterdir():
-        if path.name != "complete.json":
-            with open(path, "rb") as file:
-                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    for path in sorted(folder.iterdir())[share::shares]:
+        if path.name == "complete.json":
+            continue
+        with contextlib.suppress(OSError), open(path, "rb") as file:    # then it isn't found
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
 def digest_of_rows(rows: list[Row]) -> str:
@@ -2023,6 +2087,7 @@ def set_up(cfg: Config, device: torch.device, cores: int) -> Trainer | None:
     if run.model_folder.exists():
         say(f"{run.folder} holds this run, complete")
         return None
+    check_memory(cfg, model_config, device)
     packed = packs(cfg, model_config, device)
     policy = load_policy(cfg, model_config, packed, device, trainable=True)
     reference = None
@@ -2078,8 +2143,7 @@ def engine_limits(cfg: Config, model_config, on_cpu: bool) -> dict[str, Any]:
     limits = dict(max_model_len=cfg.max_length, max_num_seqs=sequences,
                   max_num_batched_tokens=max(8192, cfg.max_length))
     if on_cpu:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        allowed = int(cfg.vllm_gpu_memory_utilization * memory)
+        allowed = int(cfg.vllm_gpu_memory_utilization * physical_memory())
         full = (sequences + 1) * cache_bytes(cfg, model_config)
         # Compiling takes longer than it saves in a short run.
         eager = cfg.max_steps * sequences * cfg.max_completion_length < 10**6
@@ -2372,7 +2436,8 @@ def main() -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
+                                timeout=timedelta(seconds=cfg.ddp_timeout))
         trainer = set_up(cfg, device, cores)
         if trainer:
             train(cfg, trainer)

@@ -731,7 +731,7 @@ def test_a_row_means_what_its_completions_mean_alone(kind, layout, shape, monkey
     cuts = {"one row": [], "cut after 2 and 5": [2, 5], "one a row": range(1, len(samples))}[layout]
     ends = [0, *(cut for cut in cuts if cut < len(samples)), len(samples)]
     rows = [grpo.pack(samples[a:b], packed, CPU) for a, b in itertools.pairwise(ends)]
-    ours = zip(*[Policy(lm, 0.7)(row) for row in rows])
+    ours = zip(*[Policy(lm, 0.7, CPU)(row) for row in rows])
     theirs = zip(*[plain_logprobs(plain, s, 0.7) for s in samples])
     for got, truth in zip(map(torch.cat, ours), map(torch.cat, theirs), strict=True):
         torch.testing.assert_close(got, truth, rtol=0, atol=1e-10)
@@ -778,7 +778,7 @@ def test_exactly_the_sampled_tokens_are_scored_each_from_the_one_before(masked):
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("loss_type", list(grpo.LOSS_TYPES))
 def test_a_micro_batch_of_nothing_weighs_nothing(packed, loss_type):
-    policy = Policy(exact_lm("llama", "grouped" if packed else "sdpa"), 1.0)
+    policy = Policy(exact_lm("llama", "grouped" if packed else "sdpa"), 1.0, CPU)
     batch = grpo.pack([], packed, CPU)
     logprobs, entropy = policy(batch)
     tokens = replace(batch.tokens, logprobs=logprobs, old_logprobs=logprobs.detach(),
@@ -1201,7 +1201,7 @@ def test_adapters_learn_as_in_the_loop(tiny_models, packed, budget, flags):
 def test_merged_adapters_say_the_same(tiny_models):
     cfg, policy = policy_with_adapters(tiny_models)
     merged = whole_model(tiny_models / "llama")
-    sent = dict(grpo.checkpoint_tensors(policy.lm, torch.float32))
+    sent = dict(grpo.checkpoint_tensors(policy, torch.float32))
     assert set(sent) == set(merged.state_dict())
     merged.load_state_dict(sent)
     samples = list(itertools.chain(*step_groups()))
@@ -1218,6 +1218,32 @@ def test_what_is_frozen_is_held_in_the_dtype_it_computes_in_and_adapters_in_floa
     policy = tiny_policy(tiny_models / "llama", bf16=True, lora_rank=2)[1]
     dtypes = {name.rpartition(".")[2]: p.dtype for name, p in policy.named_parameters()}
     assert dtypes == {"weight": torch.bfloat16, "lora_A": torch.float32, "lora_B": torch.float32}
+
+
+@pytest.mark.parametrize("flags, states, activations", [
+    # 16 bytes a weight; 8192 tokens x 2 layers x (12 x 32 + 4 x 64) values of 4 bytes.
+    ({}, 16, 4 * 8192 * 2 * 640), ({"beta": 0.1}, 20, 4 * 8192 * 2 * 640),
+    ({"bf16": True, "beta": 0.1}, 18, 2 * 8192 * 2 * 640),
+    ({"fsdp_size": 1}, 32, 4 * 8192 * 2 * 640), ({"lora_rank": 8, "bf16": True}, None, 2 * 8192 * 2 * 640),
+    ({"gradient_checkpointing": True, "tokens_per_micro_batch": 100}, 16, 4 * 100 * (2 * 32 + 640))])
+def test_memory_is_said_before_anything_is_loaded(tiny_models, monkeypatch, capsys, flags, states, activations):
+    config = AutoConfig.from_pretrained(tiny_models / "llama")
+    config.hidden_size, config.intermediate_size, config.vocab_size, config.head_dim = 32, 64, 10**6, 16
+    config.num_attention_heads = config.num_key_value_heads = 2
+    cfg = Config(**{"bf16": False, **flags})
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    weights = 10**6 * 32 * (1 if config.tie_word_embeddings else 2) + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
+    need = (states or 0) * weights / 2
+    if cfg.lora_rank:
+        adapters = 2 * 8 * (4 * 64 + 3 * 96)    # of layers of 32 x 32 and 32 x 64
+        need = (2 * weights + 16 * adapters) / 2
+    monkeypatch.setattr(grpo, "physical_memory", lambda: need + 2**20)
+    grpo.check_memory(cfg, config, CPU)
+    gib = [x / 2**30 for x in (need, activations)]
+    assert "training takes {:.1f} GiB for weights, gradients and optimizer, about {:.1f}".format(*gib) in capsys.readouterr().out
+    monkeypatch.setattr(grpo, "physical_memory", lambda: need - 2**20)
+    with pytest.raises(UserError, match="--lora-rank 32 or --optimizer-cpu-offload take less"):
+        grpo.check_memory(cfg, config, CPU)
 
 
 def test_layers_that_are_not_there_are_named(tiny_models):
@@ -1426,18 +1452,21 @@ CASES = {
     "sequence mask": {"vllm_importance_sampling_mode": "sequence_mask", "loss_type": "dr_grpo"},
     "second minibatch without signal": {"groups": [(0, 4), (2, 4)], "num_minibatches": 2},
     "tokens only read": {"groups": [(4, 4), (5, 4), (0, 4)], "num_iterations": 2, "masked": True},
+    "two copies of the shards": {"copies": 2, "num_iterations": 2},
 }
 UPDATE = {"bf16": False, "temperature": 0.7, "beta": 0.1, "mask_truncated_completions": True,
           "max_grad_norm": 1e9, "max_completion_length": 16, "learning_rate": 0.3,
           "lr_scheduler_type": "constant", "warmup_steps": 0,
           "model": "tied", "packed": True, "groups": [(i, 4) for i in range(6)], "optimizer": "SGD",
-          "masked": False}
+          "masked": False, "copies": 1}
 
 
 def case_of(place, name: str, **more) -> tuple[dict, Config]:
     """What is the test's own in a case, and the trainer's flags."""
     flags = UPDATE | CASES[name] | more
-    own = {each: flags.pop(each) for each in ("model", "packed", "groups", "optimizer", "masked")}
+    own = {each: flags.pop(each) for each in ("model", "packed", "groups", "optimizer", "masked", "copies")}
+    if own["copies"] > 1:
+        flags["fsdp_size"] = max(1, dist.get_world_size() // own["copies"])
     return own, Config(model_name_or_path=str(Path(place) / own["model"]), **flags)
 
 
@@ -1502,12 +1531,13 @@ def update_all_cases(place: Path) -> None:
     world_size, results = dist.get_world_size(), {}
 
     @functools.cache
-    def policy_of(name, packed, gradient_checkpointing, trainable):
+    def policy_of(name, packed, gradient_checkpointing, trainable, fsdp_size=0):
         return tiny_policy(place / name, packed, trainable, temperature=UPDATE["temperature"],
-                    gradient_checkpointing=gradient_checkpointing)[1]
+                    gradient_checkpointing=gradient_checkpointing, fsdp_size=fsdp_size)[1]
     for case in CASES:
         own, cfg = case_of(place, case)
-        policy = policy_of(own["model"], own["packed"], cfg.gradient_checkpointing, True)
+        policy = policy_of(own["model"], own["packed"], cfg.gradient_checkpointing, True,
+                           cfg.fsdp_size)
         reference = policy_of("reference", own["packed"], False, False)
         start = [p.detach().clone() for p in policy.parameters()]
         groups = groups_of(place, own)
@@ -1802,10 +1832,10 @@ def test_weights_have_the_names_and_shapes_of_the_checkpoint(kind, tmp_path):
     """Mixtures of experts are held fused; Glm4Moe has a buffer that a checkpoint stores."""
     folder = save_tiny(tmp_path, kind, **EXPERTS[kind])
     stored = load_file(folder / "model.safetensors")
-    sent = dict(grpo.checkpoint_tensors(load_kind(folder).lm, torch.float32))
+    sent = dict(grpo.checkpoint_tensors(load_kind(folder), torch.float32))
     assert sent.keys() == stored.keys()
     assert all(torch.equal(sent[name], stored[name].float()) for name in stored)
-    halves = dict(grpo.checkpoint_tensors(load_kind(folder).lm, torch.bfloat16))
+    halves = dict(grpo.checkpoint_tensors(load_kind(folder), torch.bfloat16))
     assert halves["model.norm.weight"].dtype == torch.bfloat16
     if kind == "Glm4Moe":
         assert halves["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
@@ -1935,7 +1965,7 @@ def verdict(kind: type, folder, said: list) -> tuple[str, str]:
     stored = {}
     for file in folder.glob("*.safetensors"):
         stored |= load_file(file)
-    sent = dict(grpo.checkpoint_tensors(policy.lm, torch.float32))
+    sent = dict(grpo.checkpoint_tensors(policy, torch.float32))
     wrong = [name for name, tensor in stored.items() if name not in sent or sent[name].shape != tensor.shape
              # The first row of an embedding is the padding's: some models zero it when they load_kind.
              or not torch.equal(sent[name].flatten()[64:], tensor.float().flatten()[64:])]
@@ -4000,6 +4030,13 @@ def test_a_checkpoint_goes_on_bit_for_bit(place, unlocked, tmp_path):
     assert load_newest(after) == State(step=1, beta=0.5)
     go_on(after)
     assert torch.equal(run_weights(after.policy), run_weights(before.policy))
+
+
+def test_a_folder_that_another_machine_does_not_see_is_refused(place, unlocked, tmp_path, monkeypatch):
+    gathered = grpo.gathered
+    monkeypatch.setattr(grpo, "gathered", lambda value: [*gathered(value), None])
+    with pytest.raises(UserError, match="is not the same folder on all machines"):
+        grpo.Run(Config(output_dir=str(tmp_path / "run")))
 
 
 def test_a_checkpoint_of_other_rows_is_refused(place, unlocked, tmp_path):
