@@ -1480,12 +1480,17 @@ def load_policy(cfg: Config, model_config, packed: bool, device: torch.device,
     dtype = compute_dtype(cfg)
     if trainable and not cfg.lora_rank:
         dtype = torch.float32
-    with reported_as(f"{name}: no weights in safetensors that fit its config", Exception):
-        lm, found = AutoModelForCausalLM.from_pretrained(
-            name, config=model_config, dtype=dtype, attn_implementation=attention,
-            use_safetensors=True, output_loading_info=True, trust_remote_code=False)
-    missing = sorted(found["missing_keys"])
-    require(not missing, f"{name}: no weights for {missing!s:.200}")
+    options = dict(dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+    if dist.get_rank() == 0:
+        with reported_as(f"{name}: no weights in safetensors that fit its config", Exception):
+            lm, found = AutoModelForCausalLM.from_pretrained(
+                name, config=model_config, use_safetensors=True, output_loading_info=True,
+                **options)
+        missing = sorted(found["missing_keys"])
+        require(not missing, f"{name}: no weights for {missing!s:.200}")
+    else:
+        with torch.device("meta"):    # rank 0 sends the weights
+            lm = AutoModelForCausalLM.from_config(model_config, **options)
     require(lm.base_model is not lm, f"{name}: {type(lm).__name__} has no part without its head")
     head = lm.get_output_embeddings()
     require(isinstance(head, nn.Linear) and head.bias is None,
@@ -1515,14 +1520,31 @@ def shard(policy: Policy, cfg: Config, offload: bool) -> Policy:
     if cfg.fsdp_size:
         mesh = dist.init_device_mesh(device, (ranks // cfg.fsdp_size, cfg.fsdp_size),
                                      mesh_dim_names=("replicate", "shard"))
-    on_gpu = device == "cuda"    # on the CPU the other can hang
+    weights = policy.state_dict()
+    offload &= device == "cuda"    # on the CPU it can hang
     options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(compute_dtype(cfg), torch.float32),
-                   offload_policy=CPUOffloadPolicy() if offload and on_gpu else OffloadPolicy())
+                   offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
     for layer in reversed([*lm.modules()]):    # inner ones first
         if type(layer).__name__ in (lm._no_split_modules or []):
             layer.training = lm.is_gradient_checkpointing    # asks for it; its parts stay in eval
             fully_shard(layer, **options)
-    return fully_shard(policy, **options)
+    fully_shard(policy, **options)
+    if ranks > 1:
+        receive_weights(policy, weights, "cpu" if offload else device)
+    return policy
+
+def receive_weights(policy: Policy, weights: dict[str, Tensor], place: str) -> None:
+    """Rank 0's whole weights to the shards of all, a tensor at a time: only one rank of all reads
+    the model's files."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    if dist.get_rank() > 0:
+        policy.to_empty(device=place)
+        policy.lm.tie_weights()
+    set_model_state_dict(policy, weights, options=StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True))
+    for buffer in policy.buffers():
+        buffer.data = buffer.to(policy.device)
+        dist.broadcast(buffer, 0)
 
 class LoraLinear(nn.Linear):
     """y = W x + alpha / rank B A x, of which A [rank, in] and B [out, rank] are trained, in float32

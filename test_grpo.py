@@ -4899,6 +4899,28 @@ def test_a_run_of_bad_gradients_ends(start, place):
     assert min(skipped[-2:]) > 0
 
 
+def loads_what_rank_0_reads(place: str) -> None:
+    """On each rank: parameters, ties and buffers of a model that only rank 0 may read."""
+    dist.init_process_group("gloo")
+    for name in ("tied", "untied"):
+        plain = AutoModelForCausalLM.from_pretrained(Path(place) / name, dtype=torch.float32)
+        if dist.get_rank() == 1:
+            AutoModelForCausalLM.from_pretrained = None
+        policy = run_policy(Path(place) / name)[1]
+        assert grpo.whole(next(policy.parameters())).device == CPU
+        for (ours, p), (theirs, q) in zip(policy.lm.named_parameters(), plain.named_parameters(), strict=True):
+            assert ours == theirs and torch.equal(grpo.whole(p.detach()), q.detach())
+        for (ours, p), (theirs, q) in zip(policy.lm.named_buffers(), plain.named_buffers(), strict=True):
+            assert ours == theirs and torch.equal(p, q)
+        if dist.get_rank() == 1:
+            del AutoModelForCausalLM.from_pretrained    # the one of the class below it again
+    dist.barrier()
+
+
+def test_one_rank_reads_the_model_and_all_have_it(start):
+    finish(start("loaded", function="loads_what_rank_0_reads"))
+
+
 def nan_on_rank_1(place: str) -> None:
     """On two ranks, one of which finds a gradient that is not finite: neither moves, both count it."""
     dist.init_process_group("gloo")
