@@ -1686,6 +1686,7 @@ class State:
     first_eval: dict[str, float] = field(default_factory=dict)
     last_eval: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)    # of the last step
+    history: list[dict[str, Any]] = field(default_factory=list)    # metrics of the last 20 steps
 
 # Flags that change nothing of what is learnt: a run may go on with others.
 FREE_FLAGS = """output_dir tokens_per_micro_batch gradient_checkpointing ref_cpu_offload
@@ -1971,25 +1972,81 @@ def peak_memory_gib(engine: Engine) -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return (torch.cuda.max_memory_allocated() - engine.sleeping_bytes) / 2**30
 
-def show_warnings(metrics: dict[str, Any], first: Sample, shown: list[str]) -> list[str]:
-    """Says what in a step's metrics should worry, in the step in which it begins: what was shown a
-    step before isn't again. Returns all that holds now."""
-    found = []
+def show_warnings(history: list[dict[str, Any]], first: Sample, cfg: Config,
+                  shown: list[str]) -> list[str]:
+    """Says what in the steps up to this one should worry, in the step in which it begins: what was
+    shown a step before isn't again. Returns all that holds now."""
+    metrics = history[-1]
+    found = trends(history, cfg) if len(history) == 20 else {}
     no_reward = metrics["reward/mean"] == metrics["reward/std"] == 0
     if metrics["step"] == 3 and no_reward:
-        found.append("no completion got a reward, so there is nothing to learn from; one was "
-                     f"{first.text!r:.200}, read as {extract_answer(first.text)!r:.50}")
+        found["no completion got a reward, so there is nothing to learn from"] = (
+            f"one was {first.text!r:.200}, read as {extract_answer(first.text)!r:.50}")
     if metrics["reward/zero_std_groups"] == 1:
-        found.append("rewards differ within no group: nothing to learn from")
+        found["rewards differ within no group"] = "nothing to learn from"
     if metrics.get("policy/kl", 0) > 1:
-        found.append("more than a nat a token of KL to the reference")
+        found["more than a nat a token of KL to the reference"] = "raise --beta"
     if metrics["completion/truncated"] > 0.95:
-        found.append("nearly all completions are cut at --max-completion-length")
+        found["nearly all completions are cut"] = "raise --max-completion-length"
     if metrics.get("policy/engine_gap_mean", 0) > 0.25:
-        found.append("vLLM and trainer drift apart (policy/engine_gap_mean)")
-    for warning in found:
+        found["vLLM and trainer drift apart"] = "see policy/engine_gap_mean; try --no-bf16"
+    for warning, advice in found.items():
         if warning not in shown:
-            say(f"warning: step {metrics['step']}: {warning}")
+            say(f"warning: step {metrics['step']}: {warning}: {advice}")
+    return list(found)
+
+def trends(history: list[dict[str, Any]], cfg: Config) -> dict[str, str]:
+    """What should worry in the last 10 steps beside the 10 before, and what to do about it."""
+    before, now = averages(history[:10]), averages(history[10:])
+    rise = Counter({name: now[name] - before[name] for name in now})
+    learning = rise["reward/mean"] > 0.1 * before["reward/std"]
+    still = abs(rise["reward/mean"]) < 0.05 * before["reward/std"]
+    accuracy = now.get("eval/accuracy", 1.0)
+    found = {}
+    if still and abs(rise["policy/kl"]) < 0.1 * before["policy/kl"]:
+        found["neither reward nor KL moves"] = "lower --beta or raise --learning-rate"
+    if learning and rise["eval/accuracy"] < -0.02:
+        found["reward rises and held-out accuracy falls"] = (
+            "the reward is gamed or the rows are learnt by heart; read samples.jsonl")
+    if not learning and now["policy/entropy"] < 0.5 * before["policy/entropy"]:
+        found["entropy falls and reward doesn't rise"] = (
+            "lower --learning-rate, or raise --epsilon-high or --entropy-coef")
+    if now["completion/distinct"] < 0.2 and accuracy < 0.7 and abs(rise["eval/accuracy"]) < 0.01:
+        found["a prompt's completions are nearly all the same"] = (
+            "raise --temperature, or lower --learning-rate")
+    if now["policy/clip_low"] + now["policy/clip_high"] > 0.5:
+        found["half of the tokens are clipped"] = "lower --learning-rate or --num-iterations"
+    norms = [metrics["policy/grad_norm"] for metrics in history]
+    if max(norms[10:]) > 10 * sorted(norms)[10] > 0:
+        found["the gradient's norm has spikes"] = "lower --learning-rate or --max-grad-norm"
+    length, length_before = now["completion/length_mean"], before["completion/length_mean"]
+    if not learning and not 0.5 * length_before < length < 1.5 * length_before:
+        found["the length changes and reward doesn't rise"] = (
+            f"it is {length:.0f} tokens, and was {length_before:.0f}; read samples.jsonl")
+    if rise["reward/format"] < -0.1:
+        found["fewer completions have the format"] = "raise format's weight in --reward"
+    if now["reward/zero_std_groups"] > 0.9:
+        solved = now.get("reward/correct", now["reward/mean"])
+        found["9 of 10 groups have no signal"] = (
+            f"the problems are too {'easy' if solved > 0.5 else 'hard'}, {solved:.0%} are solved")
+    gap = now["policy/engine_gap_mean"]
+    if gap > 0.05 and gap > 2 * before["policy/engine_gap_mean"]:
+        found["vLLM and trainer drift apart"] = "see policy/engine_gap_mean; try --no-bf16"
+    for name in reward_weights(cfg):
+        values = {metrics.get(f"reward/{name}") for metrics in history}
+        if len(cfg.reward) > 1 and len(values) == 1:
+            found[f"the reward {name} is the same in all steps"] = "nothing is learnt from it"
+    if rise["completion/truncated"] > 0.1:
+        found["more completions are cut"] = (
+            "raise --max-completion-length, or give --soft-overlong-share 0.2")
+    return found
+
+def averages(history: list[dict[str, Any]]) -> Counter:
+    """Of each metric, over the steps that have it; 0 if none has."""
+    names = {name for metrics in history for name in metrics}
+    found = Counter()
+    for name in names:
+        found[name] = mean(metrics.get(name) for metrics in history) or 0.0
     return found
 
 def step_line(metrics: dict[str, Any], cfg: Config) -> str:
@@ -2032,7 +2089,8 @@ def finish_step(cfg: Config, trainer: "Trainer", groups: list[Group], metrics: d
     state.metrics = {"step": state.step} | metrics
     state.reported = False
     state.file_sizes = trainer.run.file_sizes()
-    state.warnings = show_warnings(state.metrics, groups[0][0], state.warnings)
+    state.history = [*state.history[-19:], state.last_eval | state.metrics]
+    state.warnings = show_warnings(state.history, groups[0][0], cfg, state.warnings)
 
 def report(cfg: Config, trainer: "Trainer") -> None:
     """Evaluates if it is time to, and writes and shows the metrics of the last step."""

@@ -890,18 +890,78 @@ CALM = {"step": 2, "reward/mean": 0.0, "reward/std": 0.0, "reward/zero_std_group
 def test_a_warning_is_said_in_the_step_in_which_it_begins(change, words, capsys):
     [[first]] = make_groups([(1, [1])])
     first.text = "It is 7."
-    [found] = grpo.show_warnings(CALM | change, first, [])
-    assert re.search(words, found)
+    [found] = grpo.show_warnings([CALM | change], first, Config(), [])
     assert re.search(f"warning: step {change.get('step', 2)}: .*{words}", capsys.readouterr().out)
-    assert grpo.show_warnings(CALM | change, first, [found]) == [found]    # it holds on
+    assert grpo.show_warnings([CALM | change], first, Config(), [found]) == [found]    # it holds on
     assert capsys.readouterr().out == ""
 
 
 def test_a_calm_step_warns_of_nothing(capsys):
     [[first]] = make_groups([(1, [1])])
-    assert grpo.show_warnings(CALM, first, ["an older warning"]) == []
-    assert grpo.show_warnings(CALM | {"step": 3, "reward/mean": 0.1}, first, []) == []
+    assert grpo.show_warnings([CALM], first, Config(), ["an older warning"]) == []
+    assert grpo.show_warnings([CALM | {"step": 3, "reward/mean": 0.1}], first, Config(), []) == []
     assert capsys.readouterr().out == ""
+
+
+def history(changes) -> list[dict]:
+    """20 steps of a run that learns; changes: of a metric, its values in the first 10 and the last 10."""
+    steps = []
+    for i in range(20):
+        metrics = {"step": i + 1, "reward/mean": 0.3 + i / 100, "reward/std": 0.4, "policy/entropy": 0.5,
+                   "policy/kl": i / 100, "policy/grad_norm": 0.2, "policy/clip_low": 0.01,
+                   "policy/clip_high": 0.02, "policy/engine_gap_mean": 0.03, "completion/distinct": 0.6,
+                   "completion/length_mean": 100.0, "completion/truncated": 0.05,
+                   "reward/zero_std_groups": 0.4, "eval/accuracy": 0.3 + i // 10 / 10}
+        for name, values in changes.items():
+            metrics[name] = values[i // 10]
+        steps.append(metrics)
+    return steps
+
+
+STILL = {"reward/mean": (0.3, 0.3)}
+
+
+@pytest.mark.parametrize("changes, words", [
+    (STILL | {"policy/kl": (0.01, 0.0101)}, "neither reward nor KL moves: lower --beta"),
+    ({"eval/accuracy": (0.4, 0.3)}, "reward rises and held-out accuracy falls: the reward is gamed"),
+    (STILL | {"policy/entropy": (0.5, 0.05)}, "entropy falls and reward doesn't rise: lower --learning-rate"),
+    ({"completion/distinct": (0.3, 0.15), "eval/accuracy": (0.3, 0.3)},
+     "a prompt's completions are nearly all the same: raise --temperature"),
+    ({"policy/clip_low": (0.1, 0.3), "policy/clip_high": (0.1, 0.3)}, "half of the tokens are clipped: lower"),
+    (STILL | {"completion/length_mean": (100.0, 200.0)}, "the length changes .*: it is 200 tokens, and was 100"),
+    (STILL | {"completion/length_mean": (100.0, 40.0)}, "the length changes .*: it is 40 tokens, and was 100"),
+    ({"reward/format": (0.8, 0.6)}, "fewer completions have the format: raise format's weight"),
+    ({"reward/zero_std_groups": (0.5, 0.95), "reward/correct": (0.9, 0.97)},
+     "9 of 10 groups have no signal: the problems are too easy, 97% are solved"),
+    ({"reward/zero_std_groups": (0.5, 0.95), "reward/correct": (0.1, 0.02)},
+     "9 of 10 groups have no signal: the problems are too hard, 2% are solved"),
+    ({"policy/engine_gap_mean": (0.02, 0.1)}, "vLLM and trainer drift apart: see policy/engine_gap_mean"),
+    ({"reward/correct": (0.0, 0.0)}, "the reward correct is the same in all steps: nothing is learnt"),
+    ({"completion/truncated": (0.1, 0.3)}, "more completions are cut: raise --max-completion-length")])
+def test_a_trend_is_told_from_a_history(changes, words):
+    cfg = Config(reward=("correct", "format"))
+    own = {"reward/correct": (0.3, 0.4), "reward/format": (0.5, 0.6)}
+    assert grpo.trends(history(own), cfg) == {}    # the same without the change
+    [(warning, advice)] = grpo.trends(history(own | changes), cfg).items()
+    assert re.match(words, f"{warning}: {advice}")
+
+
+def test_a_spike_of_the_gradient_is_told():
+    steps = history({})
+    steps[14]["policy/grad_norm"] = 2.1    # over ten times the usual
+    assert [*grpo.trends(steps, Config())] == ["the gradient's norm has spikes"]
+
+
+def test_a_trend_is_told_once_there_are_20_steps_and_of_what_was_measured(capsys):
+    [[first]] = make_groups([(1, [1])])
+    steps = history({"completion/truncated": (0.1, 0.3)})
+    assert grpo.show_warnings(steps[:19], first, Config(), []) == []
+    for metrics in steps:    # no update in any of them
+        for name in [name for name in metrics if name.startswith(("policy/", "eval/"))]:
+            del metrics[name]
+        metrics["policy/grad_norm"] = 0.0
+    assert grpo.show_warnings(steps, first, Config(), []) == ["more completions are cut"]
+    assert "warning: step 20: more completions are cut: raise" in capsys.readouterr().out
 
 
 # --- update ---------------------------------------------------------------------------------------
