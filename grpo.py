@@ -82,6 +82,9 @@ class Config:
     mask_truncated_completions: bool = False    # out of the loss; not out of their group's mean
     # --- objective
     scale_rewards: Literal["group", "batch", "none"] = "group"    # whose std divides advantages
+    # several rewards: added up, then normalised; or each normalised in its group first (GDPO)
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
+        "sum_then_normalize")
     advantage_baseline: Literal["mean", "leave_one_out"] = "mean"    # of all, or the others (RLOO)
     min_group_std: float = 1e-6    # as a share of the group's largest reward; below: no signal
     # mean over completions' means (grpo), all tokens (dapo, cispo), or a fixed length (dr_grpo)
@@ -282,9 +285,21 @@ def root_mean_square(x: Tensor) -> Tensor:
     """Of each row, nan left out. [B, G] -> [B, 1]"""
     return x.square().nanmean(1, keepdim=True).sqrt()
 
+def decoupled_advantages(groups: list[Group], cfg: Config) -> Tensor:
+    """Each reward normalised in its group, their weighted sum, divided by its std over the step
+    (GDPO, arXiv:2601.05242, eq. 4 to 6). [B, G]"""
+    weights = reward_weights(cfg) | {"overlong": 1.0}
+    total = sum(weight * group_advantages(reward_table(groups, name), "group",
+                                          cfg.advantage_baseline, cfg.min_group_std)
+                for name, weight in weights.items())                          # [B, G]
+    return total / (total.std(correction=0) + 1e-6)
+
 def set_advantages(groups: list[Group], cfg: Config) -> None:
-    advantages = group_advantages(reward_table(groups), cfg.scale_rewards,
-                                  cfg.advantage_baseline, cfg.min_group_std)  # [B, G]
+    if cfg.multi_objective_aggregation == "normalize_then_sum":
+        advantages = decoupled_advantages(groups, cfg)                        # [B, G]
+    else:
+        advantages = group_advantages(reward_table(groups), cfg.scale_rewards,
+                                      cfg.advantage_baseline, cfg.min_group_std)
     for group, values in zip(groups, advantages.tolist(), strict=True):
         for sample, value in zip(group, values, strict=True):
             sample.advantage = value
@@ -576,7 +591,8 @@ class Engine:
         if self.on_cpu and policy.lm.config.tie_word_embeddings:
             self.llm.apply_model(repack_head)
         self.wake("kv_cache")
-        self.llm.reset_prefix_cache()    # it holds keys and values of the old weights
+        dropped = self.llm.reset_prefix_cache()    # keys and values of the old weights
+        require(dropped, "vLLM didn't drop the cache of the old weights")
 
     def sleep(self) -> None:
         """Frees its GPU memory. Level 2 would also drop tensors that no load brings back."""
@@ -887,6 +903,9 @@ def joint_rules(cfg: Config, world_size: int) -> Iterator[tuple]:
         fits = cfg.loss_type == "grpo" and not cfg.use_bias_correction_kl
         yield "importance_sampling_level", fits, (
             "goes with --loss-type grpo and without --use-bias-correction-kl")
+    if cfg.multi_objective_aggregation == "normalize_then_sum":
+        yield "scale_rewards", cfg.scale_rewards == "group", (
+            "goes without --multi-objective-aggregation normalize_then_sum")
     if cfg.beta == 0:
         yield "use_bias_correction_kl", not cfg.use_bias_correction_kl, "needs a --beta above 0"
         yield "kl_target", cfg.kl_target is None, "needs a --beta above 0"
@@ -1907,10 +1926,13 @@ def mean(values) -> float | None:
     given = [x for x in values if x is not None]
     return sum(given) / len(given) if given else None
 
-def reward_table(groups: list[Group]) -> Tensor:
-    """[B, G] in float64, nan where no reward applies."""
-    return torch.tensor([[math.nan if s.reward is None else s.reward for s in group]
-                         for group in groups], dtype=torch.float64)
+def reward_table(groups: list[Group], name: str | None = None) -> Tensor:
+    """The rewards, or those of one name. [B, G] in float64, nan where none applies."""
+    table = []
+    for group in groups:
+        rewards = [s.rewards.get(name) if name else s.reward for s in group]
+        table.append([math.nan if reward is None else reward for reward in rewards])
+    return torch.tensor(table, dtype=torch.float64)
 
 def population_std(rewards: Tensor) -> float:
     """Mean over rows [R, n] of their std, nan left out."""

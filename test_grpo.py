@@ -592,6 +592,25 @@ def test_only_sampled_tokens_count_in_the_mean(loss_type, weight):
     assert a.token_weight == approx(weight)
 
 
+def test_decoupled_rewards_are_each_normalised_before_they_are_added():
+    """Rewards a of weight 1 and b of weight 0.5. Group 1: a = [1, 0], b = [0, 0]: advantages
+    [1, -1] + 0.5 [0, 0]. Group 2: a = [0, 1], b = [10, 30]: [-1, 1] + 0.5 [-1, 1]. The std of
+    [1, -1, -1.5, 1.5] is sqrt(1.625). Added up first, group 2 would be ruled by b alone."""
+    cfg = Config(reward=("a", "b:0.5"), multi_objective_aggregation="normalize_then_sum")
+    groups = make_groups([(1, [1, 1]), (1, [1, 1])])
+    values = [(1, 0), (0, 0)], [(0, 10), (1, 30)]
+    for group, pairs in zip(groups, values):
+        for s, (a, b) in zip(group, pairs):
+            s.rewards, s.reward = {"a": a, "b": b}, a + 0.5 * b
+    grpo.set_advantages(groups, cfg)
+    truth = [x / math.sqrt(1.625) for x in (1, -1, -1.5, 1.5)]
+    assert [s.advantage for s in itertools.chain(*groups)] == approx(truth, 1e-5)
+    groups[1][0].rewards["b"] = None    # left out of b, whose mean is then the other's
+    grpo.set_advantages(groups, cfg)
+    truth = [x / math.sqrt((1 + 1 + 1 + 1) / 4) for x in (1, -1, -1, 1)]
+    assert [s.advantage for s in itertools.chain(*groups)] == approx(truth, 1e-5)
+
+
 def test_a_signal_is_an_advantage_whatever_the_rewards_are(monkeypatch, tiny_models, losses):
     """With the batch's mean as a baseline, groups of equal rewards are better or worse as a whole."""
     groups = make_groups([(5, [3, 1]), (3, [2, 2])], [[1.0, 1.0], [0.0, 0.0]])
