@@ -75,6 +75,7 @@ class Config:
     vllm_enforce_eager: bool | None = None    # no compilation. Default: in short runs on the CPU
     # --- reward
     reward: tuple[str, ...] = ("correct",)    # correct, format, path.py:function, each with :weight
+    check_reward: str | None = None    # JSONL of completion, reward and columns: compare, and end
     reward_timeout: float = 10.0    # seconds a call of a reward may take
     reward_workers: int = 0    # processes that call rewards on a rank; 0: one a core, at most 8
     reward_memory: float = 4.0    # GiB of each of them
@@ -1122,6 +1123,27 @@ class RewardPool:
             terms.append(sample.rewards["overlong"])
         return round(sum(terms), 9)    # equal sums stay equal
 
+def check_reward(pool: RewardPool, file: str) -> None:
+    """Scores the completions of a file, and says where their reward isn't the one it has there."""
+    with reported_as(f"--check-reward {file}: lines must be JSON objects with `completion`, a text, "
+                     "and `reward`, a number", OSError, ValueError, KeyError, TypeError):
+        cases = [json.loads(line) for line in Path(file).read_text().splitlines()]
+        wanted = [float(case.pop("reward")) for case in cases]
+        groups = [[Sample(Row(i, case.get("prompt", ""), [], case), [], [], [], False,
+                          str(case.pop("completion")))] for i, case in enumerate(cases)]
+    pool.score(groups)    # starts the workers, which isn't to count
+    start = time.perf_counter()
+    failures = pool.score(groups)
+    seconds = time.perf_counter() - start
+    report_failures(failures, len(cases))
+    wrong = 0
+    for place, ([sample], reward) in enumerate(zip(groups, wanted), 1):
+        if sample.reward != reward:
+            wrong += 1
+            say(f"line {place}: {sample.reward}, not {reward}, for {sample.text!r:.200}")
+    say(f"{len(cases) - wrong} of {len(cases)} rewards are as wanted; a call takes "
+        f"{1000 * seconds / max(1, len(cases)):.1f} ms")
+
 # --- packing --------------------------------------------------------------------------------------
 @dataclass
 class Batch:
@@ -1698,6 +1720,7 @@ class State:
     drawn: int = 0             # prompts drawn
     beta: float = 0.0
     elapsed: float = 0.0       # seconds of steps and evaluations
+    evaluating: float = 0.0    # of the latter alone
     skipped_steps: int = 0     # in a row, for a gradient that is not finite
     metrics: dict[str, Any] = field(default_factory=lambda: {"step": 0})    # of the last step
     reported: bool = False     # whether that step is evaluated and its metrics are written
@@ -1719,6 +1742,7 @@ class Run:
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
+        self.rewards = []    # of the last 20 steps
         self.may_warn = True    # of a disk that is full, once
         self.is_writer = dist.get_rank() == 0
         # One clock names the folder for all, and no rank goes on if it can't be used.
@@ -1774,11 +1798,13 @@ class Run:
         finite = {name: x if x is not None and math.isfinite(x) else None
                   for name, x in metrics.items()}
         self.write("metrics.jsonl", [finite])
-        scores = [f"{name} {x:.3f}" for name, x in metrics.items() if name.startswith("eval/")]
+        scores = [f"\n  {name:<24} {x:.3f}" for name, x in metrics.items()
+                  if name.startswith("eval/")]
         if metrics["step"]:
-            say(step_line(metrics, self.cfg))
+            self.rewards = [*self.rewards[-19:], metrics["reward/mean"]]
+            say(step_line(metrics, self.rewards, self.cfg))
         elif scores:
-            say("before the first step: " + ", ".join(scores))
+            say("before the first step:" + "".join(scores))
 
     def write_samples(self, groups: list[Group], step: int, split: str) -> None:
         self.write("samples.jsonl", [
@@ -1951,12 +1977,18 @@ def sample_metrics(groups: list[Group]) -> dict[str, Any]:
         "completion/tokens": sum(lengths), "completion/length_mean": mean(lengths),
         "completion/length_max": max(lengths),
         "completion/truncated": mean(s.truncated for s in samples),
+        "completion/repetition": mean(repetition(s.ids) for s in samples),
         "completion/distinct": mean(len({s.text for s in group}) / len(group) for group in groups)}
     for name in dict.fromkeys(name for s in samples for name in s.rewards):
         metrics[f"reward/{name}"] = mean(s.rewards.get(name) for s in samples)
     if "reward/correct" in metrics:
         metrics["completion/parsable"] = mean(extract_answer(s.text) is not None for s in samples)
     return metrics
+
+def repetition(ids: list[int]) -> float:
+    """Share of a completion's runs of 4 tokens that came before in it."""
+    runs = list(zip(ids, ids[1:], ids[2:], ids[3:]))
+    return 1 - len(set(runs)) / max(1, len(runs)) if runs else 0.0
 
 def summed(metrics: dict[str, Tensor]) -> dict[str, float]:
     """Of a micro-batch: each metric's sum over the tokens, or maximum where its name says so."""
@@ -2071,19 +2103,28 @@ def averages(history: list[dict[str, Any]]) -> Counter:
         found[name] = mean(metrics.get(name) for metrics in history) or 0.0
     return found
 
-def step_line(metrics: dict[str, Any], cfg: Config) -> str:
+def step_line(metrics: dict[str, Any], rewards: list[float], cfg: Config) -> str:
+    """rewards: of the last steps, for a small curve."""
     step, total = metrics["step"], cfg.max_steps
-    parts = [f"step {step:>{len(str(total))}}/{total}"]
+    parts = [f"step {step:>{len(str(total))}}/{total} {curve(rewards)}"]
     for label, name in (("reward", "reward/mean"), ("accuracy", "eval/accuracy"),
                         ("kl", "policy/kl")):
         if name in metrics:
             parts.append(f"{label} {metrics[name]:.3f}")
     if "policy/clip_low" in metrics:
         parts.append(f"clipped {metrics['policy/clip_low'] + metrics['policy/clip_high']:.1%}")
-    left = round(metrics["time/elapsed"] / step * (total - step))
+    left = round(metrics["time/left"])
     return " | ".join([*parts, f"length {metrics['completion/length_mean']:.1f}",
                        f"{metrics['time/tokens_per_second']:.0f} tokens/s",
                        f"{metrics['time/step']:.1f} s", f"{left // 60}:{left % 60:02} left"])
+
+def curve(values: list[float]) -> str:
+    """A character a value."""
+    given = [x for x in values if math.isfinite(x)]
+    if not given:
+        return ""
+    low, high = min(given), max(given)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (x - low) / (high - low + 1e-9))] for x in given)
 
 def report_failures(failures: list[str], completions: int) -> None:
     """Says how many rewards failed on a completion. Raises UserError for a reward that did on all
@@ -2124,8 +2165,9 @@ def report(cfg: Config, trainer: "Trainer") -> None:
             state.first_eval = state.last_eval
         taken = time.perf_counter() - start
         state.elapsed += taken
+        state.evaluating += taken
         metrics |= state.last_eval | {"time/evaluation": taken}
-    metrics["time/elapsed"] = state.elapsed
+    metrics |= {"time/elapsed": state.elapsed, "time/left": seconds_left(state, cfg)}
     trainer.run.log(metrics)
     state.reported = True
     state.file_sizes = trainer.run.file_sizes()
@@ -2133,8 +2175,17 @@ def report(cfg: Config, trainer: "Trainer") -> None:
             f"{state.skipped_steps} steps in a row had a gradient that was not finite: lower "
             "--learning-rate; their completions are in samples.jsonl")
 
+def seconds_left(state: State, cfg: Config) -> float:
+    """By the means of a step and of an evaluation so far."""
+    step_seconds = (state.elapsed - state.evaluating) / max(1, state.step)
+    done = state.step // cfg.eval_steps + 1
+    evaluations_left = math.ceil(cfg.max_steps / cfg.eval_steps) + 1 - done
+    return ((cfg.max_steps - state.step) * step_seconds
+            + max(0, evaluations_left) * state.evaluating / done)
+
 def evaluate(cfg: Config, trainer: "Trainer") -> dict[str, float]:
-    """Of each held-out set: mean reward and accuracy of greedy completions, pass@k of sampled."""
+    """Of each held-out set, greedy: mean rewards, accuracy with half its 95 % interval, lengths;
+    pass@k of sampled completions. Shows one of them."""
     metrics = {}
     for name, rows in trainer.held_out.items():
         prefix = "eval/"
@@ -2142,12 +2193,21 @@ def evaluate(cfg: Config, trainer: "Trainer") -> dict[str, float]:
             prefix = f"eval/{Path(name).stem}/"
         groups, _ = rollout(trainer.engine, trainer.pool, rows, 1, 0.0, cfg.seed, "evaluation")
         trainer.run.write_samples(groups, trainer.state.step, "eval")
-        reward = mean(s.reward for group in groups for s in group)
-        if reward is not None:
-            metrics[prefix + "reward"] = reward
-        if "correct" not in groups[0][0].rewards:
+        shown = groups[0][0]
+        say(f"{str(shown.row.prompt)[-80:]!r} -> {shown.text!r:.100}: {shown.reward}")
+        of_samples = sample_metrics(groups)
+        sources = {"reward": "reward/mean"} | {each: f"reward/{each}" for each in shown.rewards}
+        for each in ("length_mean", "truncated", "repetition"):
+            sources[each] = f"completion/{each}"
+        for each, source in sources.items():
+            value = of_samples[source]
+            if value is not None and math.isfinite(value):
+                metrics[prefix + each] = value
+        if "correct" not in shown.rewards:
             continue
-        metrics[prefix + "accuracy"] = pass_at_k(groups, 1)
+        accuracy = metrics.pop(prefix + "correct")
+        metrics[prefix + "accuracy"] = accuracy
+        metrics[prefix + "accuracy_ci"] = 1.96 * math.sqrt(accuracy * (1 - accuracy) / len(groups))
         if cfg.eval_num_generations:
             groups, _ = rollout(trainer.engine, trainer.pool, rows, cfg.eval_num_generations,
                                 cfg.temperature, cfg.seed, "evaluation")
@@ -2180,9 +2240,12 @@ class Trainer:
     state: State
 
 def set_up(cfg: Config, device: torch.device, cores: int) -> Trainer | None:
-    """Loads everything, the cheap and fallible first. None if the run is complete."""
+    """Loads everything, the cheap and fallible first. None if there is nothing to train."""
     pool = RewardPool(cfg, min(8, cores))
     at_end(pool.close)
+    if cfg.check_reward:
+        check_reward(pool, cfg.check_reward)
+        return None
     model_config, tokenizer, stop_ids = load_tokenizer(cfg)
     rows, held_out = load_data(cfg, tokenizer)
     run = Run(cfg)

@@ -889,7 +889,7 @@ def test_sample_metrics():
         "reward/mean": 0.75, "reward/std": math.sqrt(3) / 4, "reward/group_std": 0.25,
         "reward/zero_std_groups": 0.5, "reward/advantage_std": math.sqrt(1 / 2),
         "completion/tokens": 8, "completion/length_mean": 2, "completion/length_max": 3,
-        "completion/truncated": 0.25, "completion/distinct": 0.75}, 1e-5)
+        "completion/truncated": 0.25, "completion/repetition": 0, "completion/distinct": 0.75}, 1e-5)
     for s in (a, b, c, d):
         s.rewards = {"correct": s.reward}
     got = grpo.sample_metrics(groups)
@@ -1382,7 +1382,8 @@ def scored_groups(table):
 def test_pass_at_k_of_4_completions_of_which_1_4_and_0_are_right(tiny_models):
     """1 - C(wrong, k) / C(4, k), in the mean over problems; the greedy ones have 2 of 3 right."""
     greedy, sampled = [[1], [1], [0]], [[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
-    expected = {"reward": 2 / 3, "accuracy": 2 / 3, "pass@1": (1 / 4 + 1 + 0) / 3,
+    expected = {"reward": 2 / 3, "accuracy": 2 / 3, "accuracy_ci": 1.96 * math.sqrt(2 / 3 * 1 / 3 / 3),
+                "length_mean": 1, "truncated": 0, "repetition": 0, "pass@1": (1 / 4 + 1 + 0) / 3,
                 "pass@2": (1 / 2 + 1 + 0) / 3, "pass@4": (1 + 1 + 0) / 3}
 
     def respond(n, temperature):
@@ -1474,11 +1475,26 @@ def test_dynamic_sampling_does_not_count_lengths(tiny_models):
 
 def test_a_steps_line_adds_up_what_is_clipped_and_says_nothing_where_nothing_clips():
     metrics = {"step": 2, "reward/mean": 0.5, "policy/clip_low": 0.01, "policy/clip_high": 0.02,
-               "completion/length_mean": 3.0, "time/tokens_per_second": 7.0, "time/step": 1.5, "time/elapsed": 20.0}
-    line = grpo.step_line(metrics, Config(max_steps=10))
-    assert line == ("step  2/10 | reward 0.500 | clipped 3.0% | length 3.0 | 7 tokens/s | 1.5 s | 1:20 left")
+               "completion/length_mean": 3.0, "time/tokens_per_second": 7.0, "time/step": 1.5, "time/left": 80.2}
+    line = grpo.step_line(metrics, [0.1, math.nan, 0.2, 0.5], Config(max_steps=10))
+    assert line == ("step  2/10 ▁▃█ | reward 0.500 | clipped 3.0% | length 3.0 | 7 tokens/s | 1.5 s | 1:20 left")
     del metrics["policy/clip_low"], metrics["policy/clip_high"]
-    assert "clipped" not in grpo.step_line(metrics, Config(max_steps=10))
+    assert "clipped" not in grpo.step_line(metrics, [math.nan], Config(max_steps=10))
+
+
+def test_time_left_counts_steps_and_evaluations_apart():
+    """After 4 of 20 steps: 10 s a step; two evaluations of 30 s, at 0 and 4; four to come, at 8, 12, 16 and 20."""
+    state = State(step=4, elapsed=100.0, evaluating=60.0)
+    assert grpo.seconds_left(state, Config(max_steps=20, eval_steps=4)) == 16 * 10 + 4 * 30
+    state = State(step=0, elapsed=30.0, evaluating=30.0)
+    assert grpo.seconds_left(state, Config(max_steps=21, eval_steps=4)) == 6 * 30
+    assert grpo.seconds_left(State(step=21, elapsed=30.0), Config(max_steps=21, eval_steps=4)) == 0
+
+
+def test_repetition_is_the_share_of_four_tokens_seen_before():
+    assert grpo.repetition([1, 2, 3]) == 0 == grpo.repetition([1, 2, 3, 4, 5])
+    assert grpo.repetition([7] * 8) == approx(4 / 5)    # five runs of four, one of them new
+    assert grpo.repetition([1, 2, 3, 4, 1, 2, 3, 4]) == approx(1 / 5)
 
 
 def test_the_other_build_of_vllm_is_named(monkeypatch):
@@ -3255,6 +3271,22 @@ score.whole_step = True
     [failure] = pool(name).score(groups)
     assert rewards_of(groups) == [[1, 0.5], [0, 0.25]]
     assert "ZeroDivisionError" in failure
+
+
+def test_a_file_of_cases_is_compared_with_what_the_reward_says(tmp_path, rules, pool, capsys):
+    cases = [{"completion": "The answer is 12.", "answer": 12, "reward": 1},
+             {"completion": "It is 12 or 13.", "answer": 12, "reward": 1},    # a wish too many
+             {"completion": "\\\\boxed{0.5}", "answer": "1/2", "reward": 1.0},
+             {"completion": "13", "answer": 12, "reward": 0}]
+    file = tmp_path / "cases.jsonl"
+    file.write_text("".join(json.dumps(case) + "\n" for case in cases))
+    grpo.check_reward(pool("correct"), str(file))
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "line 2: 0.0, not 1.0, for 'It is 12 or 13.'"
+    assert re.fullmatch(r"3 of 4 rewards are as wanted; a call takes \d+\.\d ms", said[1])
+    file.write_text('{"completion": "13"}\n')
+    with pytest.raises(UserError, match="--check-reward .*`completion`, a text, and `reward`, a number"):
+        grpo.check_reward(pool("correct"), str(file))
 
 
 def test_what_a_reward_prints_is_shown_once_the_step_is_scored(rules, capfd, pool):
