@@ -242,22 +242,6 @@ def sample_groups(cfg: Config, trainer: "Trainer") -> tuple[list[Group], dict[st
     return kept, {"reward/failures": failures, "rollout/rounds": rounds,
                   "rollout/dropped_groups": rounds * wanted - len(kept)}
 
-def rewards_differ(group: Group, min_group_std: float) -> bool:
-    """Whether the rewards of a group give a signal before the length's part in them."""
-    parts = [s.rewards.get("overlong", 0.0) for s in group]
-    rewards = reward_table([group]) - torch.tensor(parts, dtype=torch.float64)    # [1, G]
-    return bool(group_advantages(rewards, min_group_std=min_group_std).any())
-
-def adapted_beta(beta: float, kl: float | None, target: float | None) -> float:
-    """Adaptive beta: PPO, arXiv:1707.06347, section 4."""
-    if target is None or kl is None:
-        return beta
-    if kl > 1.5 * target:
-        return 2 * beta
-    if kl < target / 1.5:
-        return beta / 2
-    return beta
-
 # --- advantage ------------------------------------------------------------------------------------
 def group_advantages(rewards: Tensor, scale_rewards: str = "group", baseline: str = "mean",
                      min_group_std: float = 1e-6) -> Tensor:
@@ -281,10 +265,6 @@ def group_advantages(rewards: Tensor, scale_rewards: str = "group", baseline: st
     if scale_rewards == "batch":
         distance = distance / (r[given].std(correction=0) + 1e-6)
     return distance.masked_fill(no_signal | ~given, 0.0).float()
-
-def root_mean_square(x: Tensor) -> Tensor:
-    """Of each row, nan left out. [B, G] -> [B, 1]"""
-    return x.square().nanmean(1, keepdim=True).sqrt()
 
 def decoupled_advantages(groups: list[Group], cfg: Config) -> Tensor:
     """Each reward normalised in its group, their weighted sum, divided by its std over the step
@@ -533,11 +513,9 @@ class Engine:
 
     def __init__(self, cfg: Config, model_config, tokenizer, stop_ids: list[int],
                  device: torch.device):
-        # By default vLLM's CPU build pins the trainer's threads to one core as well.
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
-                       "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        from vllm import LLM, SamplingParams
         self.on_cpu = device.type == "cpu"
+        options = engine_options(cfg, model_config, self.on_cpu)
+        from vllm import LLM, SamplingParams
         self.dtype = compute_dtype(cfg)
         self.tokenizer = tokenizer
         self.sleeps = cfg.vllm_enable_sleep_mode and not self.on_cpu
@@ -548,15 +526,8 @@ class Engine:
             detokenize=bool(cfg.stop))
         with reported_as("vLLM did not start (short of memory? --vllm-gpu-memory-utilization and "
                          "--vllm-max-model-length set what it takes)", ValueError, RuntimeError):
-            self.llm = LLM(
-                cfg.model_name_or_path, dtype=self.dtype, seed=cfg.seed + dist.get_rank(),
-                distributed_executor_backend="external_launcher",   # in this process
-                load_format="dummy",                      # random weights: the policy's follow
-                generation_config="vllm",                 # no sampling defaults of the model's own
-                logprobs_mode="processed_logprobs",       # at the sampling temperature
-                skip_tokenizer_init=not cfg.stop, trust_remote_code=False,
-                enable_prefix_caching=True, disable_log_stats=True,
-                **engine_limits(cfg, model_config, self.on_cpu))
+            self.llm = LLM(cfg.model_name_or_path, dtype=self.dtype,
+                           seed=cfg.seed + dist.get_rank(), **options)
 
     def sample(self, rows: list[Row], n: int, temperature: float, seed: int,
                phase: str) -> list[Group]:
@@ -1960,9 +1931,19 @@ def reward_table(groups: list[Group], name: str | None = None) -> Tensor:
         table.append([math.nan if reward is None else reward for reward in rewards])
     return torch.tensor(table, dtype=torch.float64)
 
+def root_mean_square(x: Tensor) -> Tensor:
+    """Of each row, nan left out. [B, G] -> [B, 1]"""
+    return x.square().nanmean(1, keepdim=True).sqrt()
+
 def population_std(rewards: Tensor) -> float:
     """Mean over rows [R, n] of their std, nan left out."""
     return root_mean_square(rewards - rewards.nanmean(1, keepdim=True)).nanmean().item()
+
+def rewards_differ(group: Group, min_group_std: float) -> bool:
+    """Whether the rewards of a group give a signal before the length's part in them."""
+    parts = [s.rewards.get("overlong", 0.0) for s in group]
+    rewards = reward_table([group]) - torch.tensor(parts, dtype=torch.float64)    # [1, G]
+    return bool(group_advantages(rewards, min_group_std=min_group_std).any())
 
 def sample_metrics(groups: list[Group]) -> dict[str, Any]:
     """What a step's samples say, over all ranks."""
@@ -2155,6 +2136,16 @@ def finish_step(cfg: Config, trainer: "Trainer", groups: list[Group], metrics: d
     state.history = [*state.history[-19:], state.last_eval | state.metrics]
     state.warnings = show_warnings(state.history, groups[0][0], cfg, state.warnings)
 
+def adapted_beta(beta: float, kl: float | None, target: float | None) -> float:
+    """Adaptive beta: PPO, arXiv:1707.06347, section 4."""
+    if target is None or kl is None:
+        return beta
+    if kl > 1.5 * target:
+        return 2 * beta
+    if kl < target / 1.5:
+        return beta / 2
+    return beta
+
 def report(cfg: Config, trainer: "Trainer") -> None:
     """Evaluates if it is time to, and writes and shows the metrics of the last step."""
     state, metrics = trainer.state, trainer.state.metrics
@@ -2297,29 +2288,39 @@ def self_test(engine: Engine, policy: Policy, rows: list[Row], cfg: Config) -> N
             f"mean (limit {limit}): vLLM has other weights than {cfg.model_name_or_path}, or "
             "computes it differently")
 
-def engine_limits(cfg: Config, model_config, on_cpu: bool) -> dict[str, Any]:
-    """What bounds the engine's memory and its start. Raises UserError for vLLM's other build."""
+def engine_options(cfg: Config, model_config, on_cpu: bool) -> dict[str, Any]:
+    """What vLLM is told, beside model, dtype and seed. Raises UserError for vLLM's other build."""
+    # By default vLLM's CPU build pins the trainer's threads to one core as well.
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
+                   "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     from vllm.platforms import current_platform
     wanted, found = "cpu" if on_cpu else "cuda", current_platform.device_type
     require(found == wanted, f"--device: torch is to use the {wanted}, and this build of vLLM the "
             f"{found}")
     sequences = cfg.prompts_per_step // dist.get_world_size() * cfg.num_generations
     sequences = min(sequences, 256 if on_cpu else 1024)
-    limits = dict(max_model_len=cfg.max_length, max_num_seqs=sequences,
-                  max_num_batched_tokens=max(8192, cfg.max_length))
+    options = dict(
+        distributed_executor_backend="external_launcher",    # in this process
+        load_format="dummy",                     # random weights: the policy's follow
+        generation_config="vllm",                # no sampling defaults of the model's own
+        logprobs_mode="processed_logprobs",      # at the sampling temperature
+        skip_tokenizer_init=not cfg.stop, trust_remote_code=False,
+        enable_prefix_caching=True, disable_log_stats=True,
+        max_model_len=cfg.max_length, max_num_seqs=sequences,
+        max_num_batched_tokens=max(8192, cfg.max_length))
     if on_cpu:
         allowed = int(cfg.vllm_gpu_memory_utilization * physical_memory())
         full = (sequences + 1) * cache_bytes(cfg, model_config)
         # Compiling takes longer than it saves in a short run.
         eager = cfg.max_steps * sequences * cfg.max_completion_length < 10**6
-        limits |= dict(kv_cache_memory_bytes=min(allowed, full), block_size=32)
+        options |= dict(kv_cache_memory_bytes=min(allowed, full), block_size=32)
     else:
         eager = False
-        limits |= dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization,
-                       enable_sleep_mode=cfg.vllm_enable_sleep_mode)
+        options |= dict(gpu_memory_utilization=cfg.vllm_gpu_memory_utilization,
+                        enable_sleep_mode=cfg.vllm_enable_sleep_mode)
     if cfg.vllm_enforce_eager is not None:
         eager = cfg.vllm_enforce_eager
-    return limits | dict(enforce_eager=eager)
+    return options | dict(enforce_eager=eager)
 
 def cache_bytes(cfg: Config, model_config) -> int:
     """Of the keys and values of a sequence of full length."""

@@ -1503,7 +1503,7 @@ def test_the_other_build_of_vllm_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", type(sys)("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     with pytest.raises(UserError, match="torch is to use the cpu, and this build of vLLM the cuda"):
-        grpo.engine_limits(Config(), None, on_cpu=True)
+        grpo.engine_options(Config(), None, on_cpu=True)
 
 
 def test_sampling_seeds_every_generator_that_vllm_draws_from():
