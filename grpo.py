@@ -128,6 +128,7 @@ class Config:
     # --- evaluation and checkpoints
     eval_steps: int = 20    # evaluate before the first step, every so many steps, and at the end
     eval_num_generations: int = 0    # completions of a problem, at --temperature, for pass@k
+    log_kl_steps: int | None = None    # measure the KL from the start so often. Default: eval_steps
     save_steps: int = 20    # write a checkpoint every so many steps, and when the run is stopped
     save_total_limit: int = 2    # keep so many, the newest
 
@@ -814,7 +815,7 @@ ABOVE_0 = """max_prompt_length prompts_per_step max_completion_length dynamic_sa
     vllm_importance_sampling_clip_max max_steps learning_rate max_grad_norm max_skipped_steps
     tokens_per_micro_batch ddp_timeout lora_alpha eval_steps save_steps save_total_limit""".split()
 NOT_BELOW_0 = """eval_size reward_workers soft_overlong_share entropy_coef beta warmup_steps
-    weight_decay adam_beta2 fsdp_size lora_rank eval_num_generations seed""".split()
+    weight_decay adam_beta2 fsdp_size lora_rank log_kl_steps eval_num_generations seed""".split()
 
 def check_config(cfg: Config, world_size: int) -> None:
     """What flags alone can get wrong. Raises UserError naming the flag and what would be right."""
@@ -829,7 +830,9 @@ def rules(cfg: Config) -> Iterator[tuple]:
         if value is not None:
             yield flag, 0 < value < math.inf, "must be finite and above 0"
     for flag in NOT_BELOW_0:
-        yield flag, 0 <= getattr(cfg, flag) < math.inf, "must be finite and not negative"
+        value = getattr(cfg, flag)
+        if value is not None:
+            yield flag, 0 <= value < math.inf, "must be finite and not negative"
     for flag in ("epsilon", "adam_beta2", "vllm_gpu_memory_utilization"):
         yield flag, getattr(cfg, flag) < 1, "must be below 1"
     yield "temperature", 0.01 <= cfg.temperature <= 2, "must be from 0.01 to 2, vLLM's range"
@@ -1534,8 +1537,11 @@ def shard(policy: Policy, cfg: Config, offload: bool) -> Policy:
                                      mesh_dim_names=("replicate", "shard"))
     weights = policy.state_dict()
     offload &= device == "cuda"    # on the CPU it can hang
+    # By default the outermost tensors stay whole after a forward pass alone, and what goes through
+    # the parameters then finds copies in the compute dtype, unknown to the optimizer.
     options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(compute_dtype(cfg), torch.float32),
-                   offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
+                   offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+                   reshard_after_forward=True)
     for layer in reversed([*lm.modules()]):    # inner ones first
         if type(layer).__name__ in (lm._no_split_modules or []):
             layer.training = lm.is_gradient_checkpointing    # asks for it; its parts stay in eval
@@ -2158,6 +2164,9 @@ def report(cfg: Config, trainer: "Trainer") -> None:
         state.elapsed += taken
         state.evaluating += taken
         metrics |= state.last_eval | {"time/evaluation": taken}
+    often = cfg.eval_steps if cfg.log_kl_steps is None else cfg.log_kl_steps
+    if often and state.step and state.step % often == 0 and not cfg.beta:
+        metrics |= kl_from_start(trainer)
     metrics |= {"time/elapsed": state.elapsed, "time/left": seconds_left(state, cfg)}
     trainer.run.log(metrics)
     state.reported = True
@@ -2184,6 +2193,8 @@ def evaluate(cfg: Config, trainer: "Trainer") -> dict[str, float]:
             prefix = f"eval/{Path(name).stem}/"
         groups, _ = rollout(trainer.engine, trainer.pool, rows, 1, 0.0, cfg.seed, "evaluation")
         trainer.run.write_samples(groups, trainer.state.step, "eval")
+        if trainer.state.step == 0 and not metrics and not cfg.beta:
+            keep_start(groups, trainer)
         shown = groups[0][0]
         say(f"{str(shown.row.prompt)[-80:]!r} -> {shown.text!r:.100}: {shown.reward}")
         of_samples = sample_metrics(groups)
@@ -2206,6 +2217,38 @@ def evaluate(cfg: Config, trainer: "Trainer") -> dict[str, float]:
             for power in range(cfg.eval_num_generations.bit_length()):
                 metrics[f"{prefix}pass@{2**power}"] = pass_at_k(groups, 2**power)
     return metrics
+
+def keep_start(groups: list[Group], trainer: "Trainer") -> None:
+    """Writes the logprobs of the model as it starts, of its own completions."""
+    samples = list(itertools.chain(*groups))
+    start = {"prompts": [s.row.prompt_ids for s in samples], "ids": [s.ids for s in samples],
+             "logprobs": policy_logprobs(samples, trainer)}
+    if trainer.run.is_writer:
+        (trainer.run.folder / "start.json").write_text(json.dumps(start))
+
+def kl_from_start(trainer: "Trainer") -> dict[str, float]:
+    """Of the policy from the model as it started, in nats a token of that one's held-out
+    completions (k3), with no second model in memory."""
+    file = trainer.run.folder / "start.json"
+    if not file.exists():    # there is no held-out set
+        return {}
+    start = json.loads(file.read_text())
+    samples = []
+    for i, (prompt, ids) in enumerate(zip(start["prompts"], start["ids"], strict=True)):
+        n = len(ids)
+        samples.append(Sample(Row(i, "", prompt, {}), ids, [True] * n, [0.0] * n, False, ""))
+    log_ratio = torch.tensor(policy_logprobs(samples, trainer))        # [T]
+    log_ratio -= torch.tensor(start["logprobs"])
+    return {"eval/kl": (log_ratio.exp() - log_ratio - 1).mean().item()}
+
+def policy_logprobs(samples: list[Sample], trainer: "Trainer") -> list[float]:
+    """Of all tokens, one sample after the other, shared out among the ranks."""
+    policy = trainer.policy
+    budget = trainer.run.cfg.tokens_per_micro_batch if policy.packed else 1
+    pieces = split(samples, dist.get_world_size(), budget)[dist.get_rank()]
+    with torch.no_grad():
+        mine = [policy(pack(piece, policy.packed, policy.device))[0].tolist() for piece in pieces]
+    return [x for share in gathered(mine) for piece in share for x in piece]
 
 def pass_at_k(groups: list[Group], k: int) -> float:
     """Unbiased estimate of the chance that one of k completions is right (arXiv:2107.03374, 1)."""

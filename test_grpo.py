@@ -1400,6 +1400,22 @@ def test_pass_at_k_of_4_completions_of_which_1_4_and_0_are_right(tiny_models):
                           for which in "ab" for name, value in expected.items()})
 
 
+def test_the_kl_from_the_start_is_that_of_the_starts_own_completions(tiny_models, tmp_path):
+    """Mean over tokens of r - 1 - log r, r = pi / pi_start, by the plain loop; no second model is kept."""
+    policy = tiny_policy(tiny_models / "llama")[1]
+    run = SimpleNamespace(folder=tmp_path, is_writer=True, cfg=Config(tokens_per_micro_batch=30))
+    trainer = SimpleNamespace(policy=policy, run=run)
+    assert grpo.kl_from_start(trainer) == {}    # nothing is held out
+    grpo.keep_start(step_groups(), trainer)
+    assert grpo.kl_from_start(trainer) == {"eval/kl": 0.0}
+    start, now = whole_model(tiny_models / "llama"), whole_model(tiny_models / "reference")
+    policy.lm.load_state_dict(tiny_policy(tiny_models / "reference")[1].lm.state_dict())
+    log_ratio = torch.cat([plain_logprobs(now, s, 1.0)[0] - plain_logprobs(start, s, 1.0)[0]
+                           for s in itertools.chain(*step_groups())])
+    truth = (log_ratio.exp() - 1 - log_ratio).mean().item()
+    assert grpo.kl_from_start(trainer) == {"eval/kl": approx(truth, 1e-4)} and truth > 0.01
+
+
 # e: a group of equal rewards; a number: a group with a signal, by which it is told apart.
 @pytest.mark.parametrize("rounds, drawn, kept", [
     (1, ["e11"], "e11"),               # without dynamic sampling all are kept
@@ -4148,6 +4164,16 @@ def test_a_folder_that_another_machine_does_not_see_is_refused(place, unlocked, 
     monkeypatch.setattr(grpo, "gathered", lambda value: [*gathered(value), None])
     with pytest.raises(UserError, match="is not the same folder on all machines"):
         grpo.Run(Config(output_dir=str(tmp_path / "run")))
+
+
+def test_a_forward_pass_alone_leaves_all_that_a_checkpoint_needs(place, unlocked, tmp_path):
+    trainer = begin(place, tmp_path / "run")
+    tensors = grpo.training_tensors(trainer.policy, trainer.optimizer)
+    with torch.no_grad():
+        trainer.policy(grpo.pack(run_groups()[0], True, CPU))
+    after = grpo.training_tensors(trainer.policy, trainer.optimizer)
+    assert after.keys() == tensors.keys() and len(after) == 4 * len(list(trainer.policy.parameters()))
+    assert all(after[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
 
 
 def test_a_checkpoint_of_other_rows_is_refused(place, unlocked, tmp_path):
