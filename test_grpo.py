@@ -1158,6 +1158,7 @@ class FakeEngine:
 
 class FakePool:
     """Keeps the rewards that the engine's groups came with."""
+    cfg = Config()
 
     def __init__(self, failures=()):
         self.failures = list(failures)
@@ -1307,7 +1308,7 @@ def test_sampling_seeds_every_generator_that_vllm_draws_from():
             return [type("Output", (), {"outputs": []})]
 
     class Fake:
-        llm = Llm()
+        llm, limit = Llm(), 8
 
         def params(self, **kwargs):
             return None
@@ -4295,8 +4296,8 @@ class RandomLetters:
     sleeps = False
     sleeping_bytes = 0
 
-    def __init__(self, *args):
-        pass
+    def __init__(self, cfg, model_config, tokenizer, *args):
+        self.tokenizer = tokenizer
 
     def load(self, policy):
         pass
