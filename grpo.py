@@ -1174,22 +1174,23 @@ def play(name: str, row: dict, turns: list) -> list[dict] | dict[str, float]:
         return words
     except StopIteration as end:
         rewards = end.value if isinstance(end.value, dict) else {name: end.value}
-        rewards = {part: checked_reward(part, value) for part, value in rewards.items()}
+        rewards = {part: float(checked_reward(part, value)) for part, value in rewards.items()}
         return rewards | {name: sum(rewards.values())}
 
 def words_between(messages: list[dict], reply: list[int], tokenizer, cfg: Config) -> list[int]:
-    """What the chat template puts between a reply and the next: how two conversations end that
-    differ in the reply only. The sampled tokens themselves are never made from text again."""
-    first, second = (tokenize({"prompt": [{"role": "user", "content": "?"},
-                                          {"role": "assistant", "content": text}, *messages]},
-                              tokenizer, cfg) for text in ("a", "b"))
+    """What the chat template puts between a reply and the next: the end that two conversations
+    share which differ in the reply. Sampled tokens themselves are never made from text again."""
+    chats = []
+    for text in "ab":
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+        chats.append(tokenize({"prompt": chat + messages}, tokenizer, cfg))
+    first, second = chats
     n = 0
-    while first[-1 - n] == second[-1 - n]:
+    while first[-n - 1] == second[-n - 1]:
         n += 1
-    words = first[len(first) - n:]
-    if words[0] == reply[-1]:    # the model has ended its turn itself
-        del words[0]
-    return words
+    if first[-n] == reply[-1]:    # the model has ended its turn itself
+        n -= 1
+    return first[-n:]
 
 # --- packing --------------------------------------------------------------------------------------
 @dataclass
