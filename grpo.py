@@ -1124,9 +1124,10 @@ def converse(groups: list[Group], engine: Engine, pool: RewardPool, temperature:
     cfg, name = pool.cfg, pool.cfg.environment
     if not name:
         return
-    playing = list(itertools.chain(*groups))
-    for s in playing:
+    samples = list(itertools.chain(*groups))
+    for s in samples:
         s.turns = [s.row.prompt, s.text]
+    playing = samples
     turn = 0
     while playing:
         turn += 1
@@ -1156,6 +1157,9 @@ def converse(groups: list[Group], engine: Engine, pool: RewardPool, temperature:
             s.truncated = reply.truncated
             s.text = engine.tokenizer.decode(s.ids)
         playing = told
+    parts = dict.fromkeys(itertools.chain(*(s.rewards for s in samples)), 0.0)
+    for s in samples:
+        s.rewards = parts | s.rewards
 
 def play(name: str, row: dict, turns: list) -> list[dict] | dict[str, float]:
     """What the environment says next, as chat messages; or, if it has ended, its rewards and under

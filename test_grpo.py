@@ -2196,6 +2196,14 @@ def test_a_game_that_takes_more_than_max_turns_is_cut_and_worth_nothing(turns, r
     assert len(s.turns[1::2]) == replies and s.mask[-1]    # it ends with a reply
 
 
+def test_the_parts_of_a_game_that_did_not_end_or_failed_are_0(games, played):
+    player = Player(["7", "5", "x"])
+    groups, failures = played(games("number"), player, [{"top": 9, "secret": "7"}], max_turns=1)
+    ended, cut, failed = (list(s.rewards.values()) for s in groups[0])
+    assert ended == [1, 1, 2] and cut == failed == [0, 0, 0] and len(failures) == 1
+    assert grpo.sample_metrics(groups)["reward/won"] == approx(1 / 3)
+
+
 # `8]` and its answer take 24 tokens, `7]` two.
 @pytest.mark.parametrize("limit, kept, reward", [
     (24, "8]", 0), (25, "8]\n[user\nlo]\n[assistant\n7", 1.5), (26, "8]\n[user\nlo]\n[assistant\n7]", 1.5)])
@@ -2301,7 +2309,7 @@ def test_the_engine_gives_a_reply_the_room_that_is_left():
     assert fake.llm.given == [20, 12]
 
 
-def test_pass_at_k_of_a_part_called_correct_counts_games_that_did_not_end_as_wrong():
+def test_pass_at_k_counts_a_game_without_a_part_correct_as_wrong():
     [group] = make_groups([(2, [1, 1])])
     group[0].rewards = {"correct": 1.0}
     assert grpo.pass_at_k([group], 1) == 0.5
