@@ -13,7 +13,7 @@ Where it differs from the paper (arXiv:2402.03300):
     surrogate is weighted by min(pi_old/mu, 2). The clipped ratio is pi_theta/pi_old, both ours.
  2. A group whose advantages are all 0 has no policy gradient: no forward pass, and no KL.
  3. A prompt and its completions share one row: the prompt is computed once, not once a completion.
- 4. Rewards are rules: functions of the text. There is no reward model, no process supervision.
+ 4. Rewards are functions of the text or games. There is no process supervision.
 """
 import atexit, contextlib, copy, ctypes, functools, hashlib, importlib.util, inspect, itertools
 import json, logging, math, multiprocessing.connection, multiprocessing.forkserver, numbers, os
@@ -73,6 +73,8 @@ class Config:
     vllm_max_model_length: int | None = None    # default: longest prompt and completion together
     vllm_enable_sleep_mode: bool = True    # free vLLM's GPU memory while training
     vllm_enforce_eager: bool | None = None    # no compilation. Default: in short runs on the CPU
+    environment: str | None = None    # path.py:function, a generator: a conversation, tools, a game
+    max_turns: int = 8    # replies of the model to an environment, at most
     # --- reward
     reward: tuple[str, ...] = ("correct",)    # correct, format, path.py:function, each with :weight
     check_reward: str | None = None    # JSONL of completion, reward and columns: compare, and end
@@ -161,6 +163,7 @@ class Row:
     prompt_ids: list[int]
     columns: dict[str, Any]   # of the row, for the reward
     thinks: bool = False      # the chat template has opened a <think> in the prompt
+    read: int = 0             # tokens at the prompt's end that count as its completion's
 
 @dataclass
 class Sample:
@@ -171,6 +174,7 @@ class Sample:
     engine_logprobs: list[float]    # log mu of each, at the sampling temperature
     truncated: bool                 # cut at max_completion_length
     text: str                       # what the reward sees
+    turns: list = field(default_factory=list)    # what an environment and the model said, in turn
     reward: float | None = 0.0      # the weighted sum; None: no reward applies, it is left out
     rewards: dict[str, float | None] = field(default_factory=dict)
     advantage: float = 0.0
@@ -456,9 +460,8 @@ def pack_minibatches(groups: list[Group], cfg: Config, policy: "Policy",
     pass has with those that have none. Sets old and reference logprobs, once a rollout."""
     size = max(1, math.ceil(len(groups) / cfg.num_minibatches))
     budget = cfg.tokens_per_micro_batch if policy.packed else 1
-    minibatches, planned = [], 0
+    minibatches = []
     for i in range(0, len(groups), size):
-        planned += 1
         samples = set_token_weights(groups[i:i + size], cfg)
         mine = split(samples, dist.get_world_size(), budget)[dist.get_rank()]
         batches = [pack(piece, policy.packed, policy.device) for piece in mine]
@@ -470,7 +473,7 @@ def pack_minibatches(groups: list[Group], cfg: Config, policy: "Policy",
                 batch.tokens.ref_logprobs = reference(batch)[0]
             if cfg.num_minibatches > 1:
                 batch.tokens.old_logprobs = policy(batch)[0]
-    return minibatches, planned
+    return minibatches, math.ceil(len(groups) / size)
 
 def learning_rate(step: int, cfg: Config) -> float:
     """Of a step counted from 0: a linear warm-up, then as lr_scheduler_type says."""
@@ -522,9 +525,9 @@ class Engine:
         self.sleeps = cfg.vllm_enable_sleep_mode and not self.on_cpu
         self.sleeping_bytes = 0    # what torch counts as allocated, and is freed while it sleeps
         self.params = functools.partial(
-            SamplingParams, max_tokens=cfg.max_completion_length, logprobs=0, flat_logprobs=True,
-            stop_token_ids=stop_ids, stop=list(cfg.stop), include_stop_str_in_output=True,
-            detokenize=bool(cfg.stop))
+            SamplingParams, logprobs=0, flat_logprobs=True, stop_token_ids=stop_ids,
+            stop=list(cfg.stop), include_stop_str_in_output=True, detokenize=bool(cfg.stop))
+        self.limit = cfg.max_completion_length
         with reported_as("vLLM did not start (short of memory? --vllm-gpu-memory-utilization and "
                          "--vllm-max-model-length set what it takes)", ValueError, RuntimeError):
             self.llm = LLM(cfg.model_name_or_path, dtype=self.dtype,
@@ -540,8 +543,10 @@ class Engine:
         if not rows:
             return []
         bar = functools.partial(progress, phase) if ON_TERMINAL else False
+        params = [self.params(n=n, temperature=temperature, max_tokens=self.limit - row.read)
+                  for row in rows]
         outputs = self.llm.generate([{"prompt_token_ids": row.prompt_ids} for row in rows],
-                                    self.params(n=n, temperature=temperature), use_tqdm=bar)
+                                    params, use_tqdm=bar)
         return [[self.to_sample(row, completion) for completion in output.outputs]
                 for row, output in zip(rows, outputs, strict=True)]
 
@@ -588,6 +593,7 @@ def rollout(engine: Engine, pool: "RewardPool", rows: list[Row], n: int, tempera
     with STOPPING.interruptible():
         STOPPING.break_off_if_told()    # by a signal that came before
         groups = engine.sample(share, n, temperature, seed * world_size + rank, phase)
+        converse(groups, engine, pool, temperature, seed * world_size + rank, phase)
         failures = pool.score(groups)
     shares = gathered((groups, failures))
     stop_point()
@@ -694,6 +700,9 @@ def standard_row(row: Any, cfg: Config) -> dict:
         with reported_as("not JSON", ValueError, RecursionError):
             row = json.loads(row)
     require(isinstance(row, dict), f"a row must be an object of columns, not {row!r:.80}")
+    if cfg.environment:
+        with reported_as("the environment has no first words for it", Exception):
+            row = {"prompt": play(cfg.environment, row, []), "row": row}
     names = [cfg.prompt_column] if cfg.prompt_column else ["prompt", "question", "problem"]
     column, prompt = find_column(row, names)
     require(column, f"a row needs a column `{'` or `'.join(names)}`, this one is {row!r:.80}")
@@ -753,6 +762,8 @@ def load_rows(name: str, split: str, tokenizer, cfg: Config, indices: Iterator[i
             complaints.append(f"{place}: {error}")
             continue
         prompt = columns.pop("prompt", columns.get("question"))
+        if cfg.environment:
+            columns = columns["row"]
         thinks = tokenizer.decode(ids[-16:]).rstrip().endswith("<think>")
         rows.append(Row(next(indices), prompt, ids, columns, thinks))
     if complaints:
@@ -783,8 +794,10 @@ def load_data(cfg: Config, tokenizer) -> tuple[list[Row], dict[str, list[Row]]]:
         sets = {}
     for name, rows in sets.items():
         require(rows, f"dataset {name}: no held-out prompt is within --max-prompt-length")
-    held_out = {tuple(row.prompt_ids) for rows in sets.values() for row in rows}
-    fresh = [row for row in train if tuple(row.prompt_ids) not in held_out]
+    # Conversations about different rows may begin alike.
+    problem = lambda row: repr(row.columns if cfg.environment else row.prompt_ids)
+    held_out = {problem(row) for rows in sets.values() for row in rows}
+    fresh = [row for row in train if problem(row) not in held_out]
     if len(fresh) < len(train):
         say(f"dropped: {len(train) - len(fresh)} of {len(train)} training prompts are held out too")
     require(len(fresh) >= cfg.prompts_per_step or cfg.eval_only,
@@ -813,7 +826,8 @@ ABOVE_0 = """max_prompt_length prompts_per_step max_completion_length dynamic_sa
     vllm_gpu_memory_utilization vllm_max_model_length reward_timeout reward_memory min_group_std
     epsilon epsilon_high delta kl_target num_iterations num_minibatches
     vllm_importance_sampling_clip_max max_steps learning_rate max_grad_norm max_skipped_steps
-    tokens_per_micro_batch ddp_timeout lora_alpha eval_steps save_steps save_total_limit""".split()
+    tokens_per_micro_batch ddp_timeout lora_alpha eval_steps save_steps save_total_limit
+    max_turns""".split()
 NOT_BELOW_0 = """eval_size reward_workers soft_overlong_share entropy_coef beta warmup_steps
     weight_decay adam_beta2 fsdp_size lora_rank log_kl_steps eval_num_generations seed""".split()
 
@@ -884,6 +898,10 @@ def joint_rules(cfg: Config, world_size: int) -> Iterator[tuple]:
     if cfg.beta == 0:
         yield "use_bias_correction_kl", not cfg.use_bias_correction_kl, "needs a --beta above 0"
         yield "kl_target", cfg.kl_target is None, "needs a --beta above 0"
+    if cfg.environment:
+        fits = cfg.reward == Config.reward
+        yield "reward", fits, "goes without --environment, which returns the reward itself"
+        yield "check_reward", cfg.check_reward is None, "goes without --environment"
     if cfg.eval_only:
         yield "eval_only", cfg.eval_size > 0, "needs an --eval-size above 0"
     yield "vllm_max_model_length", cfg.max_length > cfg.max_completion_length, (
@@ -898,7 +916,9 @@ def joint_rules(cfg: Config, world_size: int) -> Iterator[tuple]:
 run_file = functools.cache(runpy.run_path)    # functions of one file share its module
 
 def reward_weights(cfg: Config) -> dict[str, float]:
-    """Weight of each reward that --reward names."""
+    """Weight of each reward that --reward names; the environment is the only one."""
+    if cfg.environment:
+        return {cfg.environment: 1.0}
     weights = {}
     for spec in cfg.reward:
         match = re.fullmatch(r"(?s)(.+?)(?::([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?))?", spec)
@@ -939,6 +959,8 @@ def call_reward(name: str, samples: list[Sample]) -> list[float | None | str]:
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         arguments = {key: arguments[key] for key in parameters if key in arguments}
     try:
+        if samples[0].turns:
+            return [play(name, sample.row.columns, sample.turns) for sample in samples]
         rewards = list(function(**arguments))
     except BaseException as e:    # SystemExit too
         if len(samples) > 1:
@@ -1009,8 +1031,9 @@ class RewardPool:
         """workers: how many, if --reward-workers doesn't say it; each starts at its first call."""
         self.cfg = cfg
         self.weights = reward_weights(cfg)
+        flag = "environment" if cfg.environment else "reward"
         for name in self.weights:
-            load_function("reward", name)    # to complain before anything else is loaded
+            load_function(flag, name)    # to complain before anything else is loaded
         # It has no threads and no CUDA, and imports torch while the trainer loads the model.
         multiprocessing.forkserver.set_forkserver_preload(["torch"])
         multiprocessing.forkserver.ensure_running()
@@ -1065,12 +1088,14 @@ class RewardPool:
 
         `correct` is asked too, as a metric, where it isn't a reward and every row has an answer."""
         names = list(self.weights)
-        if all("answer" in group[0].row.columns for group in groups) and "correct" not in names:
-            names.append("correct")
+        if not self.cfg.environment:    # it has answered already, as the turns were played
+            if all("answer" in group[0].row.columns for group in groups) and "correct" not in names:
+                names.append("correct")
+            for name in names:
+                self.ask_all(name, groups)
         samples = list(itertools.chain(*groups))
         failures = []
         for name in names:
-            self.ask_all(name, groups)
             for sample in samples:
                 answer = sample.rewards[name]
                 if isinstance(answer, str):
@@ -1117,6 +1142,87 @@ def check_reward(pool: RewardPool, file: str) -> None:
             say(f"line {place}: {sample.reward}, not {reward}, for {sample.text!r:.200}")
     say(f"{len(cases) - wrong} of {len(cases)} rewards are as wanted; a call takes "
         f"{1000 * seconds / max(1, len(cases)):.1f} ms")
+
+# --- environments ---------------------------------------------------------------------------------
+def converse(groups: list[Group], engine: Engine, pool: RewardPool, temperature: float, seed: int,
+             phase: str) -> None:
+    """With an environment, all that follows the first replies, one turn of all completions at a
+    time. Sets their rewards. What it says is read and not trained on. A conversation that doesn't
+    end within max_turns and max_completion_length has a reward of 0, and counts as truncated."""
+    cfg, name = pool.cfg, pool.cfg.environment
+    if not name:
+        return
+    samples = list(itertools.chain(*groups))
+    for s in samples:
+        s.turns = [s.row.prompt, s.text]
+    playing = samples
+    turn = 0
+    while playing:
+        turn += 1
+        pool.ask_all(name, by_row(playing))
+        told = []
+        for s in playing:
+            answer = s.rewards[name]
+            if isinstance(answer, dict):
+                s.rewards = answer
+            if isinstance(answer, list):
+                s.rewards[name] = 0.0
+                s.truncated = True
+                words = words_between(answer, s.ids, engine.tokenizer, cfg)
+                if turn < cfg.max_turns and len(s.ids + words) < cfg.max_completion_length:
+                    s.turns.append(answer)
+                    s.ids += words
+                    s.mask += [False] * len(words)
+                    s.engine_logprobs += [0.0] * len(words)
+                    told.append(s)
+        rows = [replace(s.row, prompt_ids=s.row.prompt_ids + s.ids, read=len(s.ids)) for s in told]
+        replies = engine.sample(rows, 1, temperature, seed + turn * 10**9, phase)
+        for s, [reply] in zip(told, replies, strict=True):
+            s.turns.append(reply.text)
+            s.ids += reply.ids
+            s.mask += reply.mask
+            s.engine_logprobs += reply.engine_logprobs
+            s.truncated = reply.truncated
+            s.text = engine.tokenizer.decode(s.ids)
+        playing = told
+    parts = dict.fromkeys(itertools.chain(*(s.rewards for s in samples)), 0.0)
+    for s in samples:
+        s.rewards = parts | s.rewards
+
+def play(name: str, row: dict, turns: list) -> list[dict] | dict[str, float]:
+    """What the environment says next, as chat messages; or, if it has ended, its rewards and under
+    its name their sum. It is run from its start each time: no process must keep it between two
+    turns. `random` is seeded by the row: all completions of a group play the same game."""
+    random.seed(repr(row))
+    game = load_function("environment", name)(copy.deepcopy(row))
+    try:
+        for reply, before in itertools.zip_longest([None, *turns[1::2]], turns[::2]):
+            words = game.send(reply)
+            if isinstance(words, str):
+                words = {"role": "user", "content": words}
+            words = as_list(words)
+            require(before in (None, words), "it said something else when it was run again: it may "
+                    "depend on the row, the replies and the module `random` only")
+        return words
+    except StopIteration as end:
+        rewards = end.value if isinstance(end.value, dict) else {name: end.value}
+        rewards = {part: float(checked_reward(part, value)) for part, value in rewards.items()}
+        return rewards | {name: sum(rewards.values())}
+
+def words_between(messages: list[dict], reply: list[int], tokenizer, cfg: Config) -> list[int]:
+    """What the chat template puts between a reply and the next: the end that two conversations
+    share which differ in the reply. Sampled tokens themselves are never made from text again."""
+    chats = []
+    for text in "ab":
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+        chats.append(tokenize({"prompt": chat + messages}, tokenizer, cfg))
+    first, second = chats
+    n = 0
+    while first[-n - 1] == second[-n - 1]:
+        n += 1
+    if first[-n] == reply[-1]:    # the model has ended its turn itself
+        n -= 1
+    return first[-n:]
 
 # --- packing --------------------------------------------------------------------------------------
 @dataclass
@@ -1955,7 +2061,7 @@ def sample_metrics(groups: list[Group]) -> dict[str, Any]:
     """What a step's samples say, over all ranks."""
     samples = [s for group in groups for s in group]
     rewards = reward_table(groups)                                            # [B, G]
-    lengths = [len(s.ids) for s in samples]
+    lengths = [sum(s.mask) for s in samples]
     metrics = {
         "reward/mean": rewards.nanmean().item(), "reward/std": population_std(rewards.view(1, -1)),
         "reward/group_std": population_std(rewards),
@@ -2221,8 +2327,8 @@ def evaluate(cfg: Config, trainer: "Trainer") -> dict[str, float]:
 def keep_start(groups: list[Group], trainer: "Trainer") -> None:
     """Writes the logprobs of the model as it starts, of its own completions."""
     samples = list(itertools.chain(*groups))
-    start = {"prompts": [s.row.prompt_ids for s in samples], "ids": [s.ids for s in samples],
-             "logprobs": policy_logprobs(samples, trainer)}
+    start = {"logprobs": policy_logprobs(samples, trainer),
+             "samples": [(s.row.prompt_ids, s.ids, s.mask) for s in samples]}
     if trainer.run.is_writer:
         (trainer.run.folder / "start.json").write_text(json.dumps(start))
 
@@ -2234,9 +2340,8 @@ def kl_from_start(trainer: "Trainer") -> dict[str, float]:
         return {}
     start = json.loads(file.read_text())
     samples = []
-    for i, (prompt, ids) in enumerate(zip(start["prompts"], start["ids"], strict=True)):
-        n = len(ids)
-        samples.append(Sample(Row(i, "", prompt, {}), ids, [True] * n, [0.0] * n, False, ""))
+    for i, (prompt_ids, ids, mask) in enumerate(start["samples"]):
+        samples.append(Sample(Row(i, "", prompt_ids, {}), ids, mask, [0.0] * len(ids), False, ""))
     log_ratio = torch.tensor(policy_logprobs(samples, trainer))        # [T]
     log_ratio -= torch.tensor(start["logprobs"])
     return {"eval/kl": (log_ratio.exp() - log_ratio - 1).mean().item()}
@@ -2254,7 +2359,7 @@ def pass_at_k(groups: list[Group], k: int) -> float:
     """Unbiased estimate of the chance that one of k completions is right (arXiv:2107.03374, 1)."""
     total = 0.0
     for group in groups:
-        wrong = sum(s.rewards["correct"] < 1 for s in group)
+        wrong = sum(s.rewards.get("correct", 0) < 1 for s in group)
         total += 1 - math.comb(wrong, k) / math.comb(len(group), k)
     return total / len(groups)
 

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from torch import nn
 from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast)
@@ -1348,6 +1348,7 @@ class FakeEngine:
 
 class FakePool:
     """Keeps the rewards that the engine's groups came with."""
+    cfg = Config()
 
     def __init__(self, failures=()):
         self.failures = list(failures)
@@ -1406,12 +1407,15 @@ def test_the_kl_from_the_start_is_that_of_the_starts_own_completions(tiny_models
     run = SimpleNamespace(folder=tmp_path, is_writer=True, cfg=Config(tokens_per_micro_batch=30))
     trainer = SimpleNamespace(policy=policy, run=run)
     assert grpo.kl_from_start(trainer) == {}    # nothing is held out
-    grpo.keep_start(step_groups(), trainer)
+    groups = step_groups()
+    for s in itertools.chain(*groups):
+        s.mask[2:3] = [False] * len(s.mask[2:3])    # only read
+    grpo.keep_start(groups, trainer)
     assert grpo.kl_from_start(trainer) == {"eval/kl": 0.0}
     start, now = whole_model(tiny_models / "llama"), whole_model(tiny_models / "reference")
     policy.lm.load_state_dict(tiny_policy(tiny_models / "reference")[1].lm.state_dict())
     log_ratio = torch.cat([plain_logprobs(now, s, 1.0)[0] - plain_logprobs(start, s, 1.0)[0]
-                           for s in itertools.chain(*step_groups())])
+                           for s in itertools.chain(*groups)])
     truth = (log_ratio.exp() - 1 - log_ratio).mean().item()
     assert grpo.kl_from_start(trainer) == {"eval/kl": approx(truth, 1e-4)} and truth > 0.01
 
@@ -1529,7 +1533,7 @@ def test_sampling_seeds_every_generator_that_vllm_draws_from():
             return [type("Output", (), {"outputs": []})]
 
     class Fake:
-        llm = Llm()
+        llm, limit = Llm(), 8
 
         def params(self, **kwargs):
             return None
@@ -2217,6 +2221,328 @@ def test_shuffle_dataset_false_keeps_the_files_order_and_the_same_held_out_rows(
     assert places == sorted(places) and len(places) == 16
     assert [row.prompt for row in shuffled] != [row.prompt for row in ordered]
     assert same_held_out == held_out
+
+
+# --- environments ---------------------------------------------------------------------------------
+
+GAMES = """
+import os, random, sys, time
+def number(row):
+    guess = yield f"up to {row['top']}"
+    tries = 1
+    while guess != row["secret"]:
+        tries += 1
+        guess = yield "hi" if int(guess) < int(row["secret"]) else "lo"
+    return {"won": True, "speed": 1 / tries}
+def one_turn(row):
+    reply = yield [{"role": "system", "content": "S"}, {"role": "user", "content": row["question"]}]
+    return len(reply)
+def columns(row):
+    reply = yield f"{row['prompt']}{row['question']}"
+    row["question"] = "changed"
+    yield {"role": "tool", "content": reply + row.pop("prompt")}
+    return 2
+def dice(row):
+    secret = str(random.randint(1, 9))
+    yield "roll"
+    yield secret
+    return int(secret)
+def unfair(row):
+    reply = yield "roll"
+    yield str(time.time_ns())
+def touchy(row):
+    reply = yield "go"
+    reply = yield "on"
+    if reply == "bad":
+        BAD
+    return 1
+def misspelt(row):
+    reply = yield "go"
+    return repl
+def nothing(row):
+    yield "go"
+def silent(row):
+    return 1
+    yield
+def plain(row):
+    return 1
+"""
+CHATS = {    # the templates of ChatML, of Llama 3 and, in what matters, of Qwen 3
+    "chatml": "{% for m in messages %}[{{ m.role }}\n{{ m.content }}]\n{% endfor %}"
+              "{{ '[assistant\n' if add_generation_prompt }}",
+    "llama": "{{ bos_token }}{% for m in messages %}{{ m.role }}\n\n{{ m.content | trim }}]{% endfor %}"
+             "{{ 'assistant\n\n' if add_generation_prompt }}",
+    "thinking": "{% for m in messages %}[{{ m.role }}\n{{ '<t></t>' if loop.last and m.role == 'assistant' }}"
+                "{{ m.content }}]\n{% endfor %}{{ '[assistant\n<t></t>' if add_generation_prompt }}"}
+
+
+def chat_tokenizer(template="chatml"):
+    """A token a character. `]` ends a turn."""
+    ids = {chr(i): i for i in range(128)}
+    core = Tokenizer(WordLevel(ids, unk_token="\0"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="]", bos_token="\1",
+                                   chat_template=CHATS[template])
+
+
+class Player:
+    """In the engine's place. Completion i of a prompt begins with firsts[i]; `then` tells the next
+    reply from all that was said. Turns end with `]` and are cut where the engine would cut them."""
+
+    def __init__(self, firsts, then=None, limit=99, ends=True):
+        self.tokenizer = chat_tokenizer()
+        self.firsts, self.then, self.limit, self.ends = firsts, then, limit, ends
+        self.calls = []
+
+    def sample(self, rows, n, temperature, seed, phase):
+        self.calls.append({"n": n, "rows": len(rows), "temperature": temperature, "seed": seed})
+        groups = []
+        for row in rows:
+            replies = self.firsts
+            if row.read:
+                replies = [self.then(self.tokenizer.decode(row.prompt_ids))]
+            groups.append([self.reply(row, text) for text in replies])
+        return groups
+
+    def reply(self, row, text):
+        ids = self.tokenizer(text + "]" * self.ends)["input_ids"]
+        kept = ids[:self.limit - row.read]
+        return Sample(row=row, ids=kept, mask=[True] * len(kept), engine_logprobs=[-0.5] * len(kept),
+                      truncated=kept != ids, text=text[:len(kept)])
+
+
+@pytest.fixture(scope="module")
+def games(tmp_path_factory):
+    """The name of a game; `bad` is what `touchy` does to a bad reply."""
+    folder = tmp_path_factory.mktemp("games")
+
+    def games(name, bad="1 / 0"):
+        file = folder / f"games_{len(bad)}.py"
+        file.write_text(GAMES.replace("BAD", bad))
+        return f"{file}:{name}"
+    return games
+
+
+@pytest.fixture(scope="module")
+def played():
+    """Groups of these rows that a player has played, and what failed."""
+    pools = []
+
+    def played(game, player, rows=({},), **flags):
+        cfg = Config(environment=game, **{"max_completion_length": player.limit, **flags})
+        pools.append(grpo.RewardPool(cfg, 1))
+        rows = game_rows(rows, cfg, player.tokenizer)
+        groups = player.sample(rows, len(player.firsts), 1.0, 5, "sampling")
+        grpo.converse(groups, player, pools[-1], 1.0, 5, "sampling")
+        return groups, pools[-1].score(groups)
+    yield played
+    for each in pools:
+        each.close()
+
+
+def game_rows(rows, cfg, tokenizer):
+    file = Path(cfg.environment.partition(":")[0]).with_suffix(".jsonl")
+    write_lines(file, rows)
+    cfg = replace(cfg, dataset=str(file), eval_size=0, prompts_per_step=1, max_completion_length=100)
+    return grpo.load_data(replace(cfg, shuffle_dataset=False), tokenizer)[0]
+
+
+def guess_lower_or_higher(text):
+    return {"hi": "7", "lo": "6"}[text.split("[user\n")[-1][:2]]
+
+
+def test_a_game_by_hand(games, played):
+    """The secret is 7: one completion begins with 5 and is told that it is higher, one begins with
+    8, goes down to 6 and up again, one knows it."""
+    player = Player(["5", "8", "7"], guess_lower_or_higher)
+    [group], failures = played(games("number"), player, [{"top": 9, "secret": "7"}])
+    low, high, knows = group
+    assert failures == [] and low.row.prompt == [user("up to 9")]
+    assert player.tokenizer.decode(low.row.prompt_ids) == "[user\nup to 9]\n[assistant\n"
+    told = "\n[user\n{}]\n[assistant\n"
+    for s, pieces in ((low, ["5]", told.format("hi"), "7]"]), (knows, ["7]"]),
+                      (high, ["8]", told.format("lo"), "6]", told.format("hi"), "7]"])):
+        assert s.ids == [ord(c) for c in "".join(pieces)]
+        assert s.mask == [i % 2 == 0 for i, piece in enumerate(pieces) for _ in piece]
+        assert s.engine_logprobs == [-0.5 if sampled else 0.0 for sampled in s.mask]
+        assert s.text == ("7" if s is knows else "".join(pieces)) and not s.truncated
+        name = games("number")
+        tries = len(pieces) // 2 + 1
+        assert s.rewards == {"won": 1, "speed": approx(1 / tries), name: approx(1 + 1 / tries)}
+        assert s.reward == approx(1 + 1 / tries)
+    assert high.turns == [[user("up to 9")], "8", [user("lo")], "6", [user("hi")], "7"]
+    # All that go on in one call, each turn with a seed of its own.
+    assert [(call["n"], call["rows"]) for call in player.calls] == [(3, 1), (1, 2), (1, 1), (1, 0)]
+    assert len({call["seed"] for call in player.calls}) == 4
+
+
+def test_what_a_game_said_is_read_and_not_scored(games, played):
+    player = Player(["5", "8", "7"], guess_lower_or_higher)
+    groups, _ = played(games("number"), player, [{"top": 9, "secret": "7"}])
+    batch = grpo.pack(groups[0], True, CPU)
+    sampled = [t for s in groups[0] for t, m in zip(s.ids, s.mask, strict=True) if m]
+    assert batch.targets.tolist() == sampled == [ord(c) for c in "5]7]8]6]7]7]"]
+    ids, positions = batch.input_ids[0], batch.position_ids[0]
+    prompt = len(groups[0][0].row.prompt_ids)
+    for place, position in zip(batch.score_index[2:4], (1, 2)):    # the second turn of the first
+        words = len("5]\n[user\nhi]\n[assistant\n")
+        assert positions[place] == prompt + words - 2 + position
+    assert chr(ids[batch.score_index[2]]) == "\n" and chr(ids[batch.score_index[3]]) == "7"
+    metrics = grpo.sample_metrics(groups)
+    assert metrics["completion/tokens"] == 12 and metrics["completion/length_max"] == 6
+    assert metrics["reward/won"] == 1
+
+
+@pytest.mark.parametrize("template", CHATS)
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_words_between_two_replies_are_those_of_the_chat_template(template, ended):
+    """Prompt, reply and words are what the template makes of the whole conversation."""
+    tokenizer = chat_tokenizer(template)
+    told = [{"role": "tool", "content": "b a"}, user("a")]
+    reply = tokenizer("x a" + "]" * ended)["input_ids"]
+    words = grpo.words_between(told, reply, tokenizer, Config())
+    whole = [user("u"), {"role": "assistant", "content": "x a"}, *told]
+    text = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(words) == text.partition("x a")[2].removeprefix("]" * ended)
+    if template != "thinking":    # whose template takes the thought out of what is past
+        assert grpo.tokenize({"prompt": [user("u")]}, tokenizer, Config()) + reply + words == (
+            tokenizer(text)["input_ids"])
+
+
+def test_a_reply_that_did_not_end_its_turn_is_ended(games, played):
+    player = Player(["5"], guess_lower_or_higher, ends=False)
+    [[s]], _ = played(games("number"), player, [{"top": 9, "secret": "7"}])
+    assert player.tokenizer.decode(s.ids) == "5]\n[user\nhi]\n[assistant\n7"
+    assert s.mask == [True] + [False] * (len(s.ids) - 2) + [True]
+
+
+@pytest.mark.parametrize("turns, reward, replies", [(1, 0, 1), (2, 0, 2), (3, 1 + 1 / 3, 3)])
+def test_a_game_that_takes_more_than_max_turns_is_cut_and_worth_nothing(turns, reward, replies,
+                                                                         games, played):
+    player = Player(["8"], guess_lower_or_higher)
+    [[s]], failures = played(games("number"), player, [{"top": 9, "secret": "7"}], max_turns=turns)
+    assert (s.reward, s.truncated, failures) == (approx(reward), reward == 0, [])
+    assert len(s.turns[1::2]) == replies and s.mask[-1]    # it ends with a reply
+
+
+def test_the_parts_of_a_game_that_did_not_end_or_failed_are_0(games, played):
+    player = Player(["7", "5", "x"])
+    groups, failures = played(games("number"), player, [{"top": 9, "secret": "7"}], max_turns=1)
+    ended, cut, failed = (list(s.rewards.values()) for s in groups[0])
+    assert ended == [1, 1, 2] and cut == failed == [0, 0, 0] and len(failures) == 1
+    assert grpo.sample_metrics(groups)["reward/won"] == approx(1 / 3)
+
+
+# `8]` and its answer take 24 tokens, `7]` two.
+@pytest.mark.parametrize("limit, kept, reward", [
+    (24, "8]", 0), (25, "8]\n[user\nlo]\n[assistant\n7", 1.5), (26, "8]\n[user\nlo]\n[assistant\n7]", 1.5)])
+def test_a_conversation_and_what_is_read_of_it_fit_the_limit(limit, kept, reward, games, played):
+    player = Player(["8"], lambda text: "7", limit=limit)
+    [[s]], _ = played(games("number"), player, [{"top": 9, "secret": "7"}])
+    assert player.tokenizer.decode(s.ids) == kept and len(s.ids) <= limit
+    assert s.truncated == (limit < 26) and s.reward == approx(reward)
+
+
+FAULTS = {"raises": ("1 / 0", "ZeroDivisionError"), "hangs": ("time.sleep(99)", "--reward-timeout 0.5 s"),
+          "dies": ("os._exit(3)", "died"), "says nonsense": ("return 'a lot'", "must return finite numbers"),
+          "returns nothing": ("return", "TypeError"), "exits": ("sys.exit()", "SystemExit")}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_game_costs_its_completion_only(fault, games, played):
+    bad, words = FAULTS[fault]
+    player = Player(["a", "b", "c"], lambda text: "bad" if "b]" in text else "good")
+    [group], [failure] = played(games("touchy", bad), player,
+                                reward_timeout=0.5 if fault == "hangs" else 60.0)
+    assert [s.reward for s in group] == [1, 0, 1]
+    assert words in failure and "bad" in failure
+
+
+def test_a_game_that_fails_on_all_ends_the_run(games, played):
+    groups, failures = played(games("misspelt"), Player(["a", "b"]))
+    with pytest.raises(UserError, match="misspelt failed on every completion .* 'repl' is not defined"):
+        grpo.report_failures(failures, 2)
+
+
+def test_chance_is_the_rows(games, played):
+    """One row's completions meet the same secret, which other rows do not."""
+    player = Player(["a"] * 3, lambda text: "b")
+    groups, failures = played(games("dice"), player, [{"game": i} for i in range(9)])
+    assert failures == []
+    for group in groups:
+        [secret] = {s.reward for s in group}
+        assert group[0].turns[2] == [user(f"{secret:g}")]
+    assert len({group[0].reward for group in groups}) > 2
+
+
+def test_a_game_that_says_something_else_when_run_again_is_a_fault(games, played):
+    [[s]], [failure] = played(games("unfair"), Player(["a"], lambda text: "b"))
+    assert s.reward == 0 and "something else when it was run again" in failure
+
+
+def test_the_first_words_are_the_prompt_and_the_game_gets_the_row_as_it_is(games, played):
+    player = Player(["xy", "z"], lambda text: "c")
+    [group], failures = played(games("columns"), player, [{"prompt": "p", "question": "q", "answer": 3}],
+                               max_turns=2)
+    assert failures == [] and group[0].row.prompt == [user("pq")]
+    assert group[0].row.columns == {"prompt": "p", "question": "q", "answer": 3}
+    assert [s.turns[2] for s in group] == [[{"role": "tool", "content": reply + "p"}] for reply in ("xy", "z")]
+    assert [list(s.rewards) for s in group] == [[games("columns")]] * 2    # `correct` is not asked
+
+
+def test_an_environment_of_one_turn_is_a_reward(games, played):
+    [[a, b]], _ = played(games("one_turn"), Player(["xy", "z"]), [{"question": "q"}])
+    assert (a.reward, b.reward) == (2, 1) and a.text == "xy" and all(a.mask)
+    assert a.row.prompt == [{"role": "system", "content": "S"}, user("q")]
+
+
+def test_a_row_without_first_words_is_dropped_and_counted(games, capsys):
+    cfg = Config(environment=games("number"))
+    rows = game_rows([{"top": 1}, {"bottom": 2}], cfg, chat_tokenizer())
+    assert [row.columns for row in rows] == [{"top": 1}]
+    assert re.search("dropped: 1 of 2 rows are unusable, the first line 2: the environment has no "
+                     "first words for it: 'top'", capsys.readouterr().out)
+    for name, message in (("silent", "must be text or a list"), ("plain", "no first words .*send")):
+        with pytest.raises(UserError, match=message):
+            game_rows([{}], replace(cfg, environment=games(name)), chat_tokenizer())
+
+
+def test_conversations_that_begin_alike_are_told_apart_by_their_rows(games, tmp_path):
+    rows = [{"top": 1, "secret": i} for i in range(6)]
+    train, held_out = (write_lines(tmp_path / f"{i}.jsonl", part) for i, part in enumerate((rows, rows[:2])))
+    cfg = Config(environment=games("number"), dataset=train, eval_dataset=(held_out,), prompts_per_step=1)
+    fresh, _ = grpo.load_data(cfg, chat_tokenizer())
+    assert sorted(row.columns["secret"] for row in fresh) == [2, 3, 4, 5]
+
+
+def test_what_goes_not_with_an_environment_is_named(games):
+    with pytest.raises(UserError, match="--reward .* goes without --environment"):
+        grpo.check_config(Config(environment="a.py:b", reward=("format",)), 1)
+    with pytest.raises(UserError, match="--max-turns 0 must be"):
+        grpo.check_config(Config(max_turns=0), 1)
+    with pytest.raises(UserError, match="--environment nowhere.py:f: no file"):
+        grpo.RewardPool(Config(environment="nowhere.py:f"), 1)
+    with pytest.raises(UserError, match="messages need a chat template"):
+        tokenizer = chat_tokenizer()
+        tokenizer.chat_template = None
+        game_rows([{}], Config(environment=games("nothing")), tokenizer)
+
+
+def test_the_engine_gives_a_reply_the_room_that_is_left():
+    class Llm:
+        def generate(self, prompts, params, **_):
+            self.given = [each["max_tokens"] for each in params]
+            return [SimpleNamespace(outputs=[])] * len(prompts)
+    fake = SimpleNamespace(llm=Llm(), limit=20, params=dict)
+    grpo.Engine.sample(fake, [Row(0, "", [1], {}), Row(1, "", [1] * 9, {}, read=8)], 1, 1.0, 0, "")
+    assert fake.llm.given == [20, 12]
+
+
+def test_pass_at_k_counts_a_game_without_a_part_correct_as_wrong():
+    [group] = make_groups([(2, [1, 1])])
+    group[0].rewards = {"correct": 1.0}
+    assert grpo.pass_at_k([group], 1) == 0.5
 
 
 # --- arithmetic -----------------------------------------------------------------------------------
@@ -4024,13 +4350,19 @@ def samples_of(folder: Path, step: int, split: str) -> list[dict]:
 # --- models, rewards and data
 
 REWARDS = """
-import os
+import os, random
 def none(completions):
     return [None] * len(completions)
 def low(completion_ids, **_):
     return [sum(i < 60 for i in ids) / len(ids) for ids in completion_ids]
 def misspelt(completions, **_):
     return [len(c.splitt()) for c in completions]
+def talk(row):
+    reply = yield row["question"]
+    rounds = random.randint(0, 4)
+    for i in range(rounds):
+        reply = yield f"{i} more"
+    return {"low": sum(c < "X" for c in reply) / 8, "rounds": rounds / 9}
 def short_on_rank_1(completions, **_):
     return [1.0] * (len(completions) - (os.environ["RANK"] == "1"))
 """
@@ -4556,8 +4888,8 @@ class RandomLetters:
     sleeps = False
     sleeping_bytes = 0
 
-    def __init__(self, *args):
-        pass
+    def __init__(self, cfg, model_config, tokenizer, *args):
+        self.tokenizer, self.limit = tokenizer, cfg.max_completion_length
 
     def load(self, policy):
         pass
@@ -4572,7 +4904,8 @@ class RandomLetters:
             draw = random.Random(f"{seed // dist.get_world_size()} {row.prompt_ids}")
             groups.append([])
             for _ in range(n):
-                ids = [draw.randrange(4, 99) for _ in range(draw.randint(1, 8))]
+                longest = min(8, self.limit - row.read)
+                ids = [draw.randrange(4, 99) for _ in range(draw.randint(1, longest))]
                 groups[-1].append(Sample(
                     row=row, ids=ids, mask=[True] * len(ids), engine_logprobs=[-4.0] * len(ids),
                     truncated=False, text="".join(chr(28 + i) for i in ids)))
@@ -4871,6 +5204,24 @@ def test_a_run_with_adapters_goes_on_exactly_and_leaves_them_in_pefts_format(sta
             moved += 1
         torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-6)
     assert 2 * moved == len(adapter) > 0
+def test_a_run_with_an_environment_stopped_in_mid_conversation_goes_on_exactly(start, place):
+    flags = ("--environment {0}/rewards.py:talk --max-completion-length 50 --max-turns 4 --max-steps 3 "
+             "--tokens-per-micro-batch 200", )
+    base = FAULTY.replace("--reward {0}/rewards.py:low", "")
+    finish(start("talked", *flags, base=base))
+    job = start("stopped_talk", *flags, base=base, hold="sampling:6")    # of step 2: steps have 5 turns at most
+    for rank in job.ranks_held():
+        os.kill(rank, signal.SIGTERM)
+    assert job.end() == [143, 143], job.stderr.read_text()
+    finish(start("stopped_talk", *flags, base=base))
+    assert story(place / "stopped_talk") == story(place / "talked")
+    first, *steps = lines(place / "talked" / "metrics.jsonl")
+    samples = samples_of(place / "talked", 1, "train")
+    assert any("more" in s["completion"] for s in samples) and "eval/reward" in first
+    for m in steps:
+        assert m["policy/engine_nan"] == 0 and 0 < m["completion/truncated"] < 1 and m["policy/updates"] == 2
+        assert m["reward/low"] + m["reward/rounds"] > 0 and "reward/correct" not in m
+    assert sum(s["reward"] > 0 for s in samples) > 4
 
 
 @pytest.mark.faults
