@@ -119,6 +119,7 @@ class Config:
     eval_num_generations: int = 0    # completions of a problem, at --temperature, for pass@k
     save_steps: int = 20    # write a checkpoint every so many steps, and when the run is stopped
     save_total_limit: int = 2    # keep so many, the newest
+    log_completions_steps: int = 1    # write the training completions of every so many steps
 
     @property
     def max_length(self) -> int:
@@ -154,13 +155,14 @@ class Row:
 class Sample:
     """One completion, on its way from the engine to the loss."""
     row: Row
-    ids: list[int]                  # as the engine returned them, the end token included
-    mask: list[bool]                # which of them the model sampled: all others are only read
-    engine_logprobs: list[float]    # log mu of each, at the sampling temperature
+    ids: numpy.ndarray              # int32, as the engine returned them, the end token included
+    mask: numpy.ndarray             # bool: which the model sampled, all others are only read
+    engine_logprobs: numpy.ndarray  # float32: log mu of each, at the sampling temperature
     truncated: bool                 # cut at max_completion_length
     text: str                       # what the reward sees
     reward: float | None = 0.0      # the weighted sum; None: no reward applies, it is left out
     rewards: dict[str, float | None] = field(default_factory=dict)
+    parsable: float | None = None   # whether it states an answer; None: nobody asks for one
     advantage: float = 0.0
     token_weight: float = 0.0       # what one of its tokens weighs in the loss
 
@@ -387,10 +389,10 @@ def set_token_weights(groups: list[Group], cfg: Config) -> list[Sample]:
     weighted tokens, however they are split. Returns the samples to train on."""
     completions = sum(len(group) for group in groups)
     candidates = [s for group in groups for s in group if in_loss(s, cfg)]
-    tokens = sum(sum(s.mask) for s in candidates)
+    tokens = sum(numpy.count_nonzero(s.mask) for s in candidates)
     _, token_share = LOSS_TYPES[cfg.loss_type]
     for s in candidates:
-        s.token_weight = token_share(completions, tokens, sum(s.mask), cfg)
+        s.token_weight = token_share(completions, tokens, numpy.count_nonzero(s.mask), cfg)
     if not any(has_signal(group) for group in groups):
         return []    # a step would only follow the optimizer's momentum
     if not cfg.skip_zero_std_groups:
@@ -550,12 +552,12 @@ class Engine:
                 for row, output in zip(rows, outputs, strict=True)]
 
     def to_sample(self, row: Row, completion) -> Sample:
-        ids = list(completion.token_ids)
+        ids = numpy.array(completion.token_ids, numpy.int32)
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         if row.thinks:    # the prompt has opened the thought; the reward must see that it is one
             text = "<think>" + text
-        return Sample(row=row, ids=ids, mask=[True] * len(ids), text=text,
-                      engine_logprobs=list(completion.logprobs.logprobs),
+        return Sample(row=row, ids=ids, mask=numpy.ones(len(ids), bool), text=text,
+                      engine_logprobs=numpy.array(completion.logprobs.logprobs, numpy.float32),
                       truncated=completion.finish_reason == "length")
 
     def load(self, policy: "Policy") -> None:
@@ -816,7 +818,8 @@ ABOVE_0 = """max_prompt_length prompts_per_step max_completion_length dynamic_sa
     vllm_gpu_memory_utilization vllm_max_model_length reward_timeout reward_memory min_group_std
     epsilon epsilon_high delta kl_target num_iterations num_minibatches
     vllm_importance_sampling_clip_max max_steps learning_rate max_grad_norm max_skipped_steps
-    tokens_per_micro_batch eval_steps save_steps save_total_limit""".split()
+    tokens_per_micro_batch eval_steps save_steps save_total_limit
+    log_completions_steps""".split()
 NOT_BELOW_0 = """eval_size reward_workers soft_overlong_share entropy_coef beta warmup_steps
     weight_decay adam_beta2 eval_num_generations seed""".split()
 
@@ -927,7 +930,7 @@ def call_reward(name: str, samples: list[Sample]) -> list[float | None | str]:
     parameters = inspect.signature(function).parameters
     records = []
     for sample in samples:
-        own = {"completions": sample.text, "completion_ids": sample.ids}
+        own = {"completions": sample.text, "completion_ids": sample.ids.tolist()}
         records.append(sample.row.columns | {"prompts": sample.row.prompt} | own)
     arguments = {key: [record.get(key) for record in records] for key in records[0]}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -1061,6 +1064,8 @@ class RewardPool:
         names = list(self.weights)
         if all("answer" in group[0].row.columns for group in groups) and "correct" not in names:
             names.append("correct")
+        if "correct" in names:
+            names.append("parsable")
         samples = list(itertools.chain(*groups))
         failures = []
         for name in names:
@@ -1072,6 +1077,7 @@ class RewardPool:
                     sample.rewards[name] = 0.0
         for sample in samples:
             sample.reward = self.weighted_sum(sample)
+            sample.parsable = sample.rewards.pop("parsable", None)
         printed = Path(self.printed).read_text(errors="replace")
         if printed:
             print(printed, end="", flush=True)
@@ -1154,26 +1160,30 @@ def pack(samples: list[Sample], packed: bool, device: torch.device) -> Batch:
     all go on from the prompt's. Sampled tokens are scored; a completion's last token is never
     read. `packed` off: one completion, under the model's own attention."""
     samples = samples or [NOTHING]
-    read = []       # (token, position) of the row
-    scored = []     # of each sampled token what the loss needs
-    lengths, parents = [], []    # of each prompt and completion: tokens, number of its prompt
+    read, positions, parents = [], [], []    # of each prompt and completion; number of its prompt
+    scored = []    # of each completion [6, T]: what the loss needs of its sampled tokens
+    n = 0          # tokens read
     for group in by_row(samples):
-        prompt, parent = group[0].row.prompt_ids, len(lengths)
-        read += zip(prompt, itertools.count())
-        prompt_end = len(read) - 1    # it predicts the first token of every completion
-        lengths.append(len(prompt))
+        prompt, parent = group[0].row.prompt_ids, len(read)
+        read.append(prompt)
+        positions.append(numpy.arange(len(prompt)))
         parents.append(parent)
+        n += len(prompt)
+        prompt_end = n - 1    # it predicts the first token of every completion
         for s in group:
-            predictors = [prompt_end, *range(len(read), len(read) + len(s.ids) - 1)]
-            for place, token, logprob, sampled in zip(predictors, s.ids, s.engine_logprobs, s.mask):
-                if sampled:
-                    scored.append((place, token, len(lengths), s.advantage, s.token_weight,
-                                   logprob))
-            read += zip(s.ids[:-1], itertools.count(len(prompt)))
-            lengths.append(len(s.ids) - 1)
+            predictors = numpy.arange(n - 1, n - 1 + len(s.ids))
+            predictors[0] = prompt_end
+            columns = numpy.broadcast_arrays(predictors, s.ids, len(read), s.advantage,
+                                             s.token_weight, s.engine_logprobs)
+            scored.append(numpy.compress(s.mask, columns, 1))    # in float64
+            read.append(s.ids[:-1])
+            positions.append(numpy.arange(len(prompt), len(prompt) + len(read[-1])))
             parents.append(parent)
-    input_ids, position_ids = torch.tensor(read, device=device).T                       # [N] each
-    columns = torch.tensor(scored, dtype=torch.float64, device=device).reshape(-1, 6).T  # [6, T]
+            n += len(read[-1])
+    lengths = list(map(len, read))
+    input_ids, position_ids = (torch.tensor(numpy.concatenate(pieces), device=device).long()
+                               for pieces in (read, positions))                         # [N] each
+    columns = torch.tensor(numpy.concatenate(scored, 1), device=device)                 # [6, T]
     score_index, targets, piece = columns[:3].long()
     advantages, token_weights, engine_logprobs = columns[3:].float()
     sequence = piece.unique(return_inverse=True)[1]    # [T] the completions from 0 on
@@ -1529,7 +1539,7 @@ class State:
 # Flags that change nothing of what is learnt: a run may go on with others.
 FREE_FLAGS = """output_dir tokens_per_micro_batch gradient_checkpointing ref_cpu_offload
     reward_timeout reward_workers reward_memory vllm_gpu_memory_utilization max_skipped_steps
-    save_steps save_total_limit""".split()
+    save_steps save_total_limit log_completions_steps""".split()
 
 class Run:
     """The run's folder: config.json, metrics.jsonl, samples.jsonl, checkpoints and at the end the
@@ -1594,6 +1604,8 @@ class Run:
             say("before the first step: " + ", ".join(scores))
 
     def write_samples(self, groups: list[Group], step: int, split: str) -> None:
+        if split == "train" and step % self.cfg.log_completions_steps:
+            return
         self.write("samples.jsonl", [
             {"step": step, "split": split, "prompt": s.row.prompt, "completion": s.text,
              "reward": s.reward, "rewards": s.rewards, "advantage": s.advantage}
@@ -1760,7 +1772,7 @@ def sample_metrics(groups: list[Group]) -> dict[str, Any]:
     for name in dict.fromkeys(name for s in samples for name in s.rewards):
         metrics[f"reward/{name}"] = mean(s.rewards.get(name) for s in samples)
     if "reward/correct" in metrics:
-        metrics["completion/parsable"] = mean(extract_answer(s.text) is not None for s in samples)
+        metrics["completion/parsable"] = mean(s.parsable for s in samples)
     return metrics
 
 def summed(metrics: dict[str, Tensor]) -> dict[str, float]:
@@ -2099,8 +2111,9 @@ STOPPING = Stopping()
 
 def gathered(value: Any) -> list:
     """The value of every rank, in their order. All ranks must ask."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = [value] * dist.get_world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
     return values
 
 def stop_point() -> None:
@@ -2501,7 +2514,11 @@ def format_reward(completions: list[str], **_) -> list[float]:
     """1 where an answer is marked outside <think>: a box, '####', <answer> or 'the answer is'."""
     return [float(bool(_marked(_spoken(completion)))) for completion in completions]
 
-REWARDS = {"correct": correct, "format": format_reward}
+def parsable(completions: list[str], **_) -> list[float]:
+    """1 where the completion states an answer."""
+    return [float(extract_answer(completion) is not None) for completion in completions]
+
+REWARDS = {"correct": correct, "format": format_reward, "parsable": parsable}
 
 if __name__ == "__main__":
     main()

@@ -873,8 +873,29 @@ def test_sample_metrics():
         "completion/truncated": 0.25, "completion/distinct": 0.75}, 1e-5)
     for s in (a, b, c, d):
         s.rewards = {"correct": s.reward}
+        s.parsable = float(s is not b)
     got = grpo.sample_metrics(groups)
     assert (got["reward/correct"], got["completion/parsable"]) == (0.75, 0.75)
+
+
+def test_whether_a_text_states_an_answer_is_found_where_it_is_scored(pool):
+    group = reward_group(("It is 7.", "It is 8.", "What is it?"))
+    assert pool("format").score([group]) == []
+    assert [sample.parsable for sample in group] == [1, 1, 0]
+    assert [sample.rewards for sample in group] == [
+        {"format": 0, "correct": 1}, {"format": 0, "correct": 0}, {"format": 0, "correct": 0}]
+
+
+def test_a_sample_travels_as_9_bytes_a_token():
+    completion = SimpleNamespace(token_ids=[7] * 10_000, finish_reason="stop",
+                                 logprobs=SimpleNamespace(logprobs=[-0.5] * 9_999 + [math.nan]))
+    engine = SimpleNamespace(tokenizer=tiny_tokenizer())
+    sample = grpo.Engine.to_sample(engine, Row(0, "", [1], {}), completion)
+    size = len(pickle.dumps(replace(sample, text="")))
+    assert 90_000 < size < 91_000
+    assert sample.ids.tolist() == [7] * 10_000 and sample.mask.all() and len(sample.mask) == 10_000
+    assert sample.engine_logprobs[0] == -0.5 and math.isnan(sample.engine_logprobs[-1])
+    assert sample.text == " ".join([WORDS[7]] * 10_000)
 
 
 CALM = {"step": 2, "reward/mean": 0.0, "reward/std": 0.0, "reward/zero_std_groups": 0.5,
@@ -2735,8 +2756,9 @@ def reward_group(texts=("a", "bb", "ccc"), index=0):
     group = []
     for i, text in enumerate(texts):
         length = i + 1
-        group.append(Sample(row=row, ids=[5] * length, mask=[True] * length,
-                            engine_logprobs=[0.0] * length, truncated=False, text=text))
+        group.append(Sample(row=row, ids=numpy.full(length, 5, numpy.int32),
+                            mask=numpy.ones(length, bool), engine_logprobs=numpy.zeros(length),
+                            truncated=False, text=text))
     return group
 
 
@@ -3135,7 +3157,8 @@ def test_soft_overlong_punishment(pool):
     group = []
     row = Row(index=0, prompt="", prompt_ids=[1], columns={"answer": 1})
     for length in (1, 6, 7, 9, 10):
-        group.append(Sample(row=row, ids=[0] * length, mask=[True] * length, engine_logprobs=[],
+        ids = numpy.zeros(length, numpy.int32)
+        group.append(Sample(row=row, ids=ids, mask=ids == 0, engine_logprobs=ids,
                             truncated=False, text="1"))
     pool("correct", soft_overlong_share=0.4, max_completion_length=10).score([group])
     assert rewards_of([group]) == [pytest.approx([1, 1, 0.75, 0.25, 0])]
@@ -4070,6 +4093,17 @@ def test_what_was_written_after_the_state_is_dropped_and_nothing_of_the_users(un
     assert (tmp_path / "mine.jsonl").read_text() == '{"question": "a"}\n'
 
 
+def test_completions_are_written_every_so_many_steps_and_those_of_evaluations_always(unlocked, tmp_path):
+    run = grpo.Run(Config(output_dir=str(tmp_path), log_completions_steps=3))
+    for step in range(1, 8):
+        run.write_samples([reward_group()], step, "train")
+        run.write_samples([reward_group(["e"])], step, "eval")
+    written = [(s["step"], s["completion"]) for s in lines(tmp_path / "samples.jsonl")]
+    assert [step for step, text in written if text == "e"] == [1, 2, 3, 4, 5, 6, 7]
+    assert [each for each in written if each[1] != "e"] == [
+        (3, "a"), (3, "bb"), (3, "ccc"), (6, "a"), (6, "bb"), (6, "ccc")]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_moves_nothing(place, unlocked, tmp_path, value):
     trainer = begin(place, tmp_path / "run")
@@ -4313,8 +4347,8 @@ class RandomLetters:
             for _ in range(n):
                 ids = [draw.randrange(4, 99) for _ in range(draw.randint(1, 8))]
                 groups[-1].append(Sample(
-                    row=row, ids=ids, mask=[True] * len(ids), engine_logprobs=[-4.0] * len(ids),
-                    truncated=False, text="".join(chr(28 + i) for i in ids)))
+                    row=row, ids=numpy.array(ids, numpy.int32), mask=numpy.ones(len(ids), bool),
+                    engine_logprobs=numpy.full(len(ids), -4, numpy.float32), truncated=False, text="".join(chr(28 + i) for i in ids)))
         return groups
 
 
@@ -4994,6 +5028,38 @@ def test_bench_memory_is_bounded_by_the_token_budget(tmp_path):
     small, large = (float(call("bench_memory", tmp_path, n)) for n in (8, 32))
     print(f"\npeak memory of training on 64 and 256 completions: {small:.2f} and {large:.2f} GiB, "
           f"{large / small:.2f}")
+
+
+@pytest.mark.bench
+def test_bench_python_of_a_large_step(unlocked, tmp_path):
+    """What a step of 8,192 completions of 4,096 tokens costs one rank beside engine and rewards."""
+    rng = numpy.random.default_rng(0)
+    groups = []
+    for index in range(512):
+        row = Row(index=index, prompt="What is 1 + 1?", prompt_ids=[5] * 100, columns={"answer": 2})
+        groups.append([])
+        for i in range(16):
+            text = "".join(f"So {x} and 1 make {x + 1}, I think.\n" for x in rng.integers(999, size=450))
+            groups[-1].append(Sample(
+                row=row, ids=rng.integers(49152, size=4096, dtype=numpy.int32),
+                mask=numpy.ones(4096, bool), engine_logprobs=-rng.random(4096, numpy.float32),
+                truncated=False, text=text, reward=float(i % 2), rewards={"correct": float(i % 2)},
+                parsable=1.0))
+    cfg = Config(output_dir=str(tmp_path), loss_type="dapo")
+    run = grpo.Run(cfg)
+    grpo.set_advantages(groups, cfg)
+    travelling = pickle.dumps(groups)
+    print(f"\n{len(travelling) >> 20} MiB travel: packing", end=" ")
+    print(f"{seconds(lambda: pickle.dumps(groups), 1, False):.2f} s, unpacking "
+          f"{seconds(lambda: pickle.loads(travelling), 1, False):.2f} s")
+    print(f"metrics {seconds(lambda: grpo.sample_metrics(groups), 1, False):.2f} s")
+    print(f"samples.jsonl {seconds(lambda: run.write_samples(groups, 1, 'train'), 1, False):.2f} s")
+    samples = []
+    print(f"weights {seconds(lambda: samples.extend(grpo.set_token_weights(groups, cfg)), 1, False):.2f} s")
+    shares = []
+    print(f"split {seconds(lambda: shares.extend(grpo.split(samples, 8, 8192)), 1, False):.2f} s")
+    taken = seconds(lambda: [grpo.pack(batch, False, CPU) for batch in shares[0]], 1, False)
+    print(f"pack of one share of 8, without the attention's tables {taken:.2f} s")
 
 
 def bench_memory(folder: str, groups: str) -> None:
