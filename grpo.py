@@ -133,6 +133,7 @@ class Config:
     log_kl_steps: int | None = None    # measure the KL from the start so often. Default: eval_steps
     save_steps: int = 20    # write a checkpoint every so many steps, and when the run is stopped
     save_total_limit: int = 2    # keep so many, the newest
+    log_completions_steps: int = 1    # write the training completions of every so many steps
 
     @property
     def max_length(self) -> int:
@@ -169,9 +170,9 @@ class Row:
 class Sample:
     """One completion, on its way from the engine to the loss."""
     row: Row
-    ids: list[int]                  # as the engine returned them, the end token included
-    mask: list[bool]                # which of them the model sampled: all others are only read
-    engine_logprobs: list[float]    # log mu of each, at the sampling temperature
+    ids: numpy.ndarray              # int32, as the engine returned them, the end token included
+    mask: numpy.ndarray             # bool: which the model sampled, all others are only read
+    engine_logprobs: numpy.ndarray  # float32: log mu of each, at the sampling temperature
     truncated: bool                 # cut at max_completion_length
     text: str                       # what the reward sees
     turns: list = field(default_factory=list)    # what an environment and the model said, in turn
@@ -399,10 +400,10 @@ def set_token_weights(groups: list[Group], cfg: Config) -> list[Sample]:
     weighted tokens, however they are split. Returns the samples to train on."""
     completions = sum(len(group) for group in groups)
     candidates = [s for group in groups for s in group if in_loss(s, cfg)]
-    tokens = sum(sum(s.mask) for s in candidates)
+    tokens = sum(numpy.count_nonzero(s.mask) for s in candidates)
     _, token_share = LOSS_TYPES[cfg.loss_type]
     for s in candidates:
-        s.token_weight = token_share(completions, tokens, sum(s.mask), cfg)
+        s.token_weight = token_share(completions, tokens, numpy.count_nonzero(s.mask), cfg)
     if not any(has_signal(group) for group in groups):
         return []    # a step would only follow the optimizer's momentum
     if not cfg.skip_zero_std_groups:
@@ -410,7 +411,7 @@ def set_token_weights(groups: list[Group], cfg: Config) -> list[Sample]:
     return [s for group in groups if has_signal(group) for s in group if in_loss(s, cfg)]
 
 def in_loss(sample: Sample, cfg: Config) -> bool:
-    if sample.reward is None or not any(sample.mask):
+    if sample.reward is None or not numpy.any(sample.mask):
         return False
     return not (sample.truncated and cfg.mask_truncated_completions)
 
@@ -551,12 +552,12 @@ class Engine:
                 for row, output in zip(rows, outputs, strict=True)]
 
     def to_sample(self, row: Row, completion) -> Sample:
-        ids = list(completion.token_ids)
+        ids = numpy.array(completion.token_ids, numpy.int32)
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         if row.thinks:    # the prompt has opened the thought; the reward must see that it is one
             text = "<think>" + text
-        return Sample(row=row, ids=ids, mask=[True] * len(ids), text=text,
-                      engine_logprobs=list(completion.logprobs.logprobs),
+        return Sample(row=row, ids=ids, mask=numpy.ones(len(ids), bool), text=text,
+                      engine_logprobs=numpy.array(completion.logprobs.logprobs, numpy.float32),
                       truncated=completion.finish_reason == "length")
 
     def load(self, policy: "Policy") -> None:
@@ -827,7 +828,7 @@ ABOVE_0 = """max_prompt_length prompts_per_step max_completion_length dynamic_sa
     epsilon epsilon_high delta kl_target num_iterations num_minibatches
     vllm_importance_sampling_clip_max max_steps learning_rate max_grad_norm max_skipped_steps
     tokens_per_micro_batch ddp_timeout lora_alpha eval_steps save_steps save_total_limit
-    max_turns""".split()
+    max_turns log_completions_steps""".split()
 NOT_BELOW_0 = """eval_size reward_workers soft_overlong_share entropy_coef beta warmup_steps
     weight_decay adam_beta2 fsdp_size lora_rank log_kl_steps eval_num_generations seed""".split()
 
@@ -953,7 +954,7 @@ def call_reward(name: str, samples: list[Sample]) -> list[float | None | str]:
     parameters = inspect.signature(function).parameters
     records = []
     for sample in samples:
-        own = {"completions": sample.text, "completion_ids": sample.ids}
+        own = {"completions": sample.text, "completion_ids": sample.ids.tolist()}
         records.append(sample.row.columns | {"prompts": sample.row.prompt} | own)
     arguments = {key: [record.get(key) for record in records] for key in records[0]}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -1086,11 +1087,14 @@ class RewardPool:
     def score(self, groups: list[Group]) -> list[str]:
         """Sets the samples' rewards, each and their weighted sum; what failed is 0, and returned.
 
-        `correct` is asked too, as a metric, where it isn't a reward and every row has an answer."""
+        `correct` is asked too, as a metric, where it isn't a reward and every row has an answer; and
+        with it `parsable`."""
         names = list(self.weights)
         if not self.cfg.environment:    # it has answered already, as the turns were played
             if all("answer" in group[0].row.columns for group in groups) and "correct" not in names:
                 names.append("correct")
+            if "correct" in names:
+                names.append("parsable")
             for name in names:
                 self.ask_all(name, groups)
         samples = list(itertools.chain(*groups))
@@ -1124,12 +1128,13 @@ class RewardPool:
 
 def check_reward(pool: RewardPool, file: str) -> None:
     """Scores the completions of a file, and says where their reward isn't the one it has there."""
-    with reported_as(f"--check-reward {file}: lines must be JSON objects with `completion`, a text, "
-                     "and `reward`, a number", OSError, ValueError, KeyError, TypeError):
+    with reported_as(f"--check-reward {file}: lines must be JSON objects with `completion`, a text,"
+                     " and `reward`, a number", OSError, ValueError, KeyError, TypeError):
         cases = [json.loads(line) for line in Path(file).read_text().splitlines()]
         wanted = [float(case.pop("reward")) for case in cases]
-        groups = [[Sample(Row(i, case.get("prompt", ""), [], case), [], [], [], False,
-                          str(case.pop("completion")))] for i, case in enumerate(cases)]
+        nothing = numpy.empty(0)
+        groups = [[Sample(Row(i, case.get("prompt", ""), [], case), nothing, nothing, nothing,
+                          False, str(case.pop("completion")))] for i, case in enumerate(cases)]
     pool.score(groups)    # starts the workers, which isn't to count
     start = time.perf_counter()
     failures = pool.score(groups)
@@ -1169,25 +1174,28 @@ def converse(groups: list[Group], engine: Engine, pool: RewardPool, temperature:
                 s.rewards[name] = 0.0
                 s.truncated = True
                 words = words_between(answer, s.ids, engine.tokenizer, cfg)
-                if turn < cfg.max_turns and len(s.ids + words) < cfg.max_completion_length:
+                fits = len(s.ids) + len(words) < cfg.max_completion_length
+                if fits and turn < cfg.max_turns:
                     s.turns.append(answer)
-                    s.ids += words
-                    s.mask += [False] * len(words)
-                    s.engine_logprobs += [0.0] * len(words)
+                    extend(s, words, [False] * len(words), [0.0] * len(words))
                     told.append(s)
-        rows = [replace(s.row, prompt_ids=s.row.prompt_ids + s.ids, read=len(s.ids)) for s in told]
+        rows = [replace(s.row, prompt_ids=s.row.prompt_ids + s.ids.tolist(), read=len(s.ids))
+                for s in told]
         replies = engine.sample(rows, 1, temperature, seed + turn * 10**9, phase)
         for s, [reply] in zip(told, replies, strict=True):
             s.turns.append(reply.text)
-            s.ids += reply.ids
-            s.mask += reply.mask
-            s.engine_logprobs += reply.engine_logprobs
+            extend(s, reply.ids, reply.mask, reply.engine_logprobs)
             s.truncated = reply.truncated
             s.text = engine.tokenizer.decode(s.ids)
         playing = told
     parts = dict.fromkeys(itertools.chain(*(s.rewards for s in samples)), 0.0)
     for s in samples:
         s.rewards = parts | s.rewards
+
+def extend(sample: Sample, ids, mask, engine_logprobs) -> None:
+    sample.ids = numpy.append(sample.ids, ids).astype(numpy.int32)
+    sample.mask = numpy.append(sample.mask, mask)
+    sample.engine_logprobs = numpy.append(sample.engine_logprobs, engine_logprobs)
 
 def play(name: str, row: dict, turns: list) -> list[dict] | dict[str, float]:
     """What the environment says next, as chat messages; or, if it has ended, its rewards and under
@@ -1287,26 +1295,30 @@ def pack(samples: list[Sample], packed: bool, device: torch.device) -> Batch:
     all go on from the prompt's. Sampled tokens are scored; a completion's last token is never
     read. `packed` off: one completion, under the model's own attention."""
     samples = samples or [NOTHING]
-    read = []       # (token, position) of the row
-    scored = []     # of each sampled token what the loss needs
-    lengths, parents = [], []    # of each prompt and completion: tokens, number of its prompt
+    read, positions, parents = [], [], []    # of each prompt and completion; number of its prompt
+    scored = []    # of each completion [6, T]: what the loss needs of its sampled tokens
+    n = 0          # tokens read
     for group in by_row(samples):
-        prompt, parent = group[0].row.prompt_ids, len(lengths)
-        read += zip(prompt, itertools.count())
-        prompt_end = len(read) - 1    # it predicts the first token of every completion
-        lengths.append(len(prompt))
+        prompt, parent = group[0].row.prompt_ids, len(read)
+        read.append(prompt)
+        positions.append(numpy.arange(len(prompt)))
         parents.append(parent)
+        n += len(prompt)
+        prompt_end = n - 1    # it predicts the first token of every completion
         for s in group:
-            predictors = [prompt_end, *range(len(read), len(read) + len(s.ids) - 1)]
-            for place, token, logprob, sampled in zip(predictors, s.ids, s.engine_logprobs, s.mask):
-                if sampled:
-                    scored.append((place, token, len(lengths), s.advantage, s.token_weight,
-                                   logprob))
-            read += zip(s.ids[:-1], itertools.count(len(prompt)))
-            lengths.append(len(s.ids) - 1)
+            predictors = numpy.arange(n - 1, n - 1 + len(s.ids))
+            predictors[0] = prompt_end
+            columns = numpy.broadcast_arrays(predictors, s.ids, len(read), s.advantage,
+                                             s.token_weight, s.engine_logprobs)
+            scored.append(numpy.compress(s.mask, columns, 1))    # in float64
+            read.append(s.ids[:-1])
+            positions.append(numpy.arange(len(prompt), len(prompt) + len(read[-1])))
             parents.append(parent)
-    input_ids, position_ids = torch.tensor(read, device=device).T                       # [N] each
-    columns = torch.tensor(scored, dtype=torch.float64, device=device).reshape(-1, 6).T  # [6, T]
+            n += len(read[-1])
+    lengths = list(map(len, read))
+    input_ids, position_ids = (torch.tensor(numpy.concatenate(pieces), device=device).long()
+                               for pieces in (read, positions))                         # [N] each
+    columns = torch.tensor(numpy.concatenate(scored, 1), device=device)                 # [6, T]
     score_index, targets, piece = columns[:3].long()
     advantages, token_weights, engine_logprobs = columns[3:].float()
     sequence = piece.unique(return_inverse=True)[1]    # [T] the completions from 0 on
@@ -1817,7 +1829,7 @@ class State:
 FREE_FLAGS = """output_dir tokens_per_micro_batch gradient_checkpointing ref_cpu_offload
     optimizer_cpu_offload fsdp_size ddp_timeout
     reward_timeout reward_workers reward_memory vllm_gpu_memory_utilization max_skipped_steps
-    save_steps save_total_limit""".split()
+    save_steps save_total_limit log_completions_steps""".split()
 
 class Run:
     """The run's folder: config.json, metrics.jsonl, samples.jsonl, checkpoints and at the end the
@@ -1890,6 +1902,8 @@ class Run:
             say("before the first step:" + "".join(scores))
 
     def write_samples(self, groups: list[Group], step: int, split: str) -> None:
+        if split == "train" and step % self.cfg.log_completions_steps:
+            return
         self.write("samples.jsonl", [
             {"step": step, "split": split, "prompt": s.row.prompt, "completion": s.text,
              "reward": s.reward, "rewards": s.rewards, "advantage": s.advantage}
@@ -2061,7 +2075,7 @@ def sample_metrics(groups: list[Group]) -> dict[str, Any]:
     """What a step's samples say, over all ranks."""
     samples = [s for group in groups for s in group]
     rewards = reward_table(groups)                                            # [B, G]
-    lengths = [sum(s.mask) for s in samples]
+    lengths = [int(numpy.count_nonzero(s.mask)) for s in samples]
     metrics = {
         "reward/mean": rewards.nanmean().item(), "reward/std": population_std(rewards.view(1, -1)),
         "reward/group_std": population_std(rewards),
@@ -2070,18 +2084,15 @@ def sample_metrics(groups: list[Group]) -> dict[str, Any]:
         "completion/tokens": sum(lengths), "completion/length_mean": mean(lengths),
         "completion/length_max": max(lengths),
         "completion/truncated": mean(s.truncated for s in samples),
-        "completion/repetition": mean(repetition(s.ids) for s in samples),
         "completion/distinct": mean(len({s.text for s in group}) / len(group) for group in groups)}
     for name in dict.fromkeys(name for s in samples for name in s.rewards):
         metrics[f"reward/{name}"] = mean(s.rewards.get(name) for s in samples)
-    if "reward/correct" in metrics:
-        metrics["completion/parsable"] = mean(extract_answer(s.text) is not None for s in samples)
     return metrics
 
-def repetition(ids: list[int]) -> float:
+def repetition(ids: numpy.ndarray) -> float:
     """Share of a completion's runs of 4 tokens that came before in it."""
     runs = list(zip(ids, ids[1:], ids[2:], ids[3:]))
-    return 1 - len(set(runs)) / max(1, len(runs)) if runs else 0.0
+    return (len(runs) - len(set(runs))) / max(1, len(runs))
 
 def summed(metrics: dict[str, Tensor]) -> dict[str, float]:
     """Of a micro-batch: each metric's sum over the tokens, or maximum where its name says so."""
@@ -2305,12 +2316,13 @@ def evaluate(cfg: Config, trainer: "Trainer") -> dict[str, float]:
         say(f"{str(shown.row.prompt)[-80:]!r} -> {shown.text!r:.100}: {shown.reward}")
         of_samples = sample_metrics(groups)
         sources = {"reward": "reward/mean"} | {each: f"reward/{each}" for each in shown.rewards}
-        for each in ("length_mean", "truncated", "repetition"):
+        for each in ("length_mean", "truncated"):
             sources[each] = f"completion/{each}"
         for each, source in sources.items():
             value = of_samples[source]
             if value is not None and math.isfinite(value):
                 metrics[prefix + each] = value
+        metrics[prefix + "repetition"] = mean(repetition(s.ids) for [s] in groups)
         if "correct" not in shown.rewards:
             continue
         accuracy = metrics.pop(prefix + "correct")
@@ -2328,7 +2340,7 @@ def keep_start(groups: list[Group], trainer: "Trainer") -> None:
     """Writes the logprobs of the model as it starts, of its own completions."""
     samples = list(itertools.chain(*groups))
     start = {"logprobs": policy_logprobs(samples, trainer),
-             "samples": [(s.row.prompt_ids, s.ids, s.mask) for s in samples]}
+             "samples": [(s.row.prompt_ids, s.ids.tolist(), s.mask.tolist()) for s in samples]}
     if trainer.run.is_writer:
         (trainer.run.folder / "start.json").write_text(json.dumps(start))
 
@@ -2341,7 +2353,8 @@ def kl_from_start(trainer: "Trainer") -> dict[str, float]:
     start = json.loads(file.read_text())
     samples = []
     for i, (prompt_ids, ids, mask) in enumerate(start["samples"]):
-        samples.append(Sample(Row(i, "", prompt_ids, {}), ids, mask, [0.0] * len(ids), False, ""))
+        samples.append(Sample(Row(i, "", prompt_ids, {}), numpy.array(ids), numpy.array(mask),
+                              numpy.zeros(len(ids)), False, ""))
     log_ratio = torch.tensor(policy_logprobs(samples, trainer))        # [T]
     log_ratio -= torch.tensor(start["logprobs"])
     return {"eval/kl": (log_ratio.exp() - log_ratio - 1).mean().item()}
@@ -2568,8 +2581,9 @@ STOPPING = Stopping()
 
 def gathered(value: Any) -> list:
     """The value of every rank, in their order. All ranks must ask."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = [value] * dist.get_world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
     return values
 
 def stop_point() -> None:
@@ -2973,7 +2987,11 @@ def format_reward(completions: list[str], **_) -> list[float]:
     """1 where an answer is marked outside <think>: a box, '####', <answer> or 'the answer is'."""
     return [float(bool(_marked(_spoken(completion)))) for completion in completions]
 
-REWARDS = {"correct": correct, "format": format_reward}
+def parsable(completions: list[str], **_) -> list[float]:
+    """1 where the completion states an answer."""
+    return [float(extract_answer(completion) is not None) for completion in completions]
+
+REWARDS = {"correct": correct, "format": format_reward, "parsable": parsable}
 
 if __name__ == "__main__":
     main()

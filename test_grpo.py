@@ -514,8 +514,9 @@ def make_groups(shapes, rewards=None, seed=0) -> list[list[Sample]]:
         group = []
         for n, reward in zip(lengths, scores, strict=True):
             group.append(Sample(
-                row=row, ids=rng.choices(range(4), k=n), mask=[True] * n, text="", truncated=False,
-                engine_logprobs=[rng.uniform(-7, -3) for _ in range(n)], reward=reward))
+                row=row, ids=numpy.array(rng.choices(range(4), k=n)), mask=numpy.ones(n, bool), text="",
+                engine_logprobs=numpy.array([rng.uniform(-7, -3) for _ in range(n)]), truncated=False,
+                reward=reward))
         grpo.set_advantages([group], Config())
         groups.append(group)
     return groups
@@ -889,11 +890,31 @@ def test_sample_metrics():
         "reward/mean": 0.75, "reward/std": math.sqrt(3) / 4, "reward/group_std": 0.25,
         "reward/zero_std_groups": 0.5, "reward/advantage_std": math.sqrt(1 / 2),
         "completion/tokens": 8, "completion/length_mean": 2, "completion/length_max": 3,
-        "completion/truncated": 0.25, "completion/repetition": 0, "completion/distinct": 0.75}, 1e-5)
+        "completion/truncated": 0.25, "completion/distinct": 0.75}, 1e-5)
     for s in (a, b, c, d):
-        s.rewards = {"correct": s.reward}
+        s.rewards = {"correct": s.reward, "parsable": float(s is not b)}
     got = grpo.sample_metrics(groups)
-    assert (got["reward/correct"], got["completion/parsable"]) == (0.75, 0.75)
+    assert (got["reward/correct"], got["reward/parsable"]) == (0.75, 0.75)
+
+
+def test_whether_a_text_states_an_answer_is_found_where_it_is_scored(pool):
+    group = reward_group(("It is 7.", "It is 8.", "What is it?"))
+    assert pool("format").score([group]) == []
+    assert [sample.rewards for sample in group] == [
+        {"format": 0, "correct": correct, "parsable": parsable} for correct, parsable in ((1, 1), (0, 1), (0, 0))]
+    assert [sample.reward for sample in group] == [0, 0, 0]
+
+
+def test_a_sample_travels_as_9_bytes_a_token():
+    completion = SimpleNamespace(token_ids=[7] * 10_000, finish_reason="stop",
+                                 logprobs=SimpleNamespace(logprobs=[-0.5] * 9_999 + [math.nan]))
+    engine = SimpleNamespace(tokenizer=tiny_tokenizer())
+    sample = grpo.Engine.to_sample(engine, Row(0, "", [1], {}), completion)
+    size = len(pickle.dumps(replace(sample, text="")))
+    assert 90_000 < size < 91_000
+    assert sample.ids.tolist() == [7] * 10_000 and sample.mask.all() and len(sample.mask) == 10_000
+    assert sample.engine_logprobs[0] == -0.5 and math.isnan(sample.engine_logprobs[-1])
+    assert sample.text == " ".join([WORDS[7]] * 10_000)
 
 
 CALM = {"step": 2, "reward/mean": 0.0, "reward/std": 0.0, "reward/zero_std_groups": 0.5,
@@ -3288,8 +3309,9 @@ def reward_group(texts=("a", "bb", "ccc"), index=0):
     group = []
     for i, text in enumerate(texts):
         length = i + 1
-        group.append(Sample(row=row, ids=[5] * length, mask=[True] * length,
-                            engine_logprobs=[0.0] * length, truncated=False, text=text))
+        group.append(Sample(row=row, ids=numpy.full(length, 5, numpy.int32),
+                            mask=numpy.ones(length, bool), engine_logprobs=numpy.zeros(length),
+                            truncated=False, text=text))
     return group
 
 
@@ -3704,7 +3726,8 @@ def test_soft_overlong_punishment(pool):
     group = []
     row = Row(index=0, prompt="", prompt_ids=[1], columns={"answer": 1})
     for length in (1, 6, 7, 9, 10):
-        group.append(Sample(row=row, ids=[0] * length, mask=[True] * length, engine_logprobs=[],
+        ids = numpy.zeros(length, numpy.int32)
+        group.append(Sample(row=row, ids=ids, mask=ids == 0, engine_logprobs=ids,
                             truncated=False, text="1"))
     pool("correct", soft_overlong_share=0.4, max_completion_length=10).score([group])
     assert rewards_of([group]) == [pytest.approx([1, 1, 0.75, 0.25, 0])]
@@ -4662,6 +4685,17 @@ def test_what_was_written_after_the_state_is_dropped_and_nothing_of_the_users(un
     assert (tmp_path / "mine.jsonl").read_text() == '{"question": "a"}\n'
 
 
+def test_completions_are_written_every_so_many_steps_and_those_of_evaluations_always(unlocked, tmp_path):
+    run = grpo.Run(Config(output_dir=str(tmp_path), log_completions_steps=3))
+    for step in range(1, 8):
+        run.write_samples([reward_group()], step, "train")
+        run.write_samples([reward_group(["e"])], step, "eval")
+    written = [(s["step"], s["completion"]) for s in lines(tmp_path / "samples.jsonl")]
+    assert [step for step, text in written if text == "e"] == [1, 2, 3, 4, 5, 6, 7]
+    assert [each for each in written if each[1] != "e"] == [
+        (3, "a"), (3, "bb"), (3, "ccc"), (6, "a"), (6, "bb"), (6, "ccc")]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_moves_nothing(place, unlocked, tmp_path, value):
     trainer = begin(place, tmp_path / "run")
@@ -4694,8 +4728,8 @@ RUN_B = """--model-name-or-path {0}/untied --reward {0}/rewards.py:low --seed 7 
     --entropy-coef 0.01 --vllm-importance-sampling-mode token_mask --stop e t a --lora-rank 4 --lora-alpha 8
     --lora-target-modules q_proj down_proj"""
 METRICS = {
-    "reward": "mean std group_std zero_std_groups advantage_std failures",
-    "completion": "length_mean length_max truncated distinct parsable",
+    "reward": "mean std group_std zero_std_groups advantage_std failures parsable",
+    "completion": "length_mean length_max truncated distinct",
     "policy": "loss kl ratio_max clip_low clip_high entropy engine_gap_mean engine_gap_max grad_norm "
               "learning_rate",
     "time": "sampling training reload step elapsed tokens_per_second peak_memory_gib"}
@@ -4907,8 +4941,8 @@ class RandomLetters:
                 longest = min(8, self.limit - row.read)
                 ids = [draw.randrange(4, 99) for _ in range(draw.randint(1, longest))]
                 groups[-1].append(Sample(
-                    row=row, ids=ids, mask=[True] * len(ids), engine_logprobs=[-4.0] * len(ids),
-                    truncated=False, text="".join(chr(28 + i) for i in ids)))
+                    row=row, ids=numpy.array(ids, numpy.int32), mask=numpy.ones(len(ids), bool),
+                    engine_logprobs=numpy.full(len(ids), -4, numpy.float32), truncated=False, text="".join(chr(28 + i) for i in ids)))
         return groups
 
 
@@ -5671,6 +5705,37 @@ def test_bench_memory_is_bounded_by_the_token_budget(tmp_path):
     small, large = (float(call("bench_memory", tmp_path, n)) for n in (8, 32))
     print(f"\npeak memory of training on 64 and 256 completions: {small:.2f} and {large:.2f} GiB, "
           f"{large / small:.2f}")
+
+
+@pytest.mark.bench
+def test_bench_python_of_a_large_step(unlocked, tmp_path):
+    """What a step of 8,192 completions of 4,096 tokens costs one rank beside engine and rewards."""
+    rng = numpy.random.default_rng(0)
+    groups = []
+    for index in range(512):
+        row = Row(index=index, prompt="What is 1 + 1?", prompt_ids=[5] * 100, columns={"answer": 2})
+        groups.append([])
+        for i in range(16):
+            text = "".join(f"So {x} and 1 make {x + 1}, I think.\n" for x in rng.integers(999, size=450))
+            groups[-1].append(Sample(
+                row=row, ids=rng.integers(49152, size=4096, dtype=numpy.int32),
+                mask=numpy.ones(4096, bool), engine_logprobs=-rng.random(4096, numpy.float32),
+                truncated=False, text=text, reward=float(i % 2), rewards={"correct": float(i % 2)}))
+    cfg = Config(output_dir=str(tmp_path), loss_type="dapo")
+    run = grpo.Run(cfg)
+    grpo.set_advantages(groups, cfg)
+    travelling = pickle.dumps(groups)
+    print(f"\n{len(travelling) >> 20} MiB travel: packing", end=" ")
+    print(f"{seconds(lambda: pickle.dumps(groups), 1, False):.2f} s, unpacking "
+          f"{seconds(lambda: pickle.loads(travelling), 1, False):.2f} s")
+    print(f"metrics {seconds(lambda: grpo.sample_metrics(groups), 1, False):.2f} s")
+    print(f"samples.jsonl {seconds(lambda: run.write_samples(groups, 1, 'train'), 1, False):.2f} s")
+    samples = []
+    print(f"weights {seconds(lambda: samples.extend(grpo.set_token_weights(groups, cfg)), 1, False):.2f} s")
+    shares = []
+    print(f"split {seconds(lambda: shares.extend(grpo.split(samples, 8, 8192)), 1, False):.2f} s")
+    taken = seconds(lambda: [grpo.pack(batch, False, CPU) for batch in shares[0]], 1, False)
+    print(f"pack of one share of 8, without the attention's tables {taken:.2f} s")
 
 
 def bench_memory(folder: str, groups: str) -> None:
