@@ -1145,6 +1145,11 @@ def equal_shares(samples: list[Sample], world_size: int) -> list[list[Sample]]:
             length = 0
     return shares
 
+# On a GPU FlexAttention is compiled for the first row's length and once more for all others, with
+# gradients and without. Rows under 256 tokens, which are two blocks, and lengths that differ where
+# the number of blocks doesn't would take more variants, and torch compiles no more than eight.
+ROW_MULTIPLE = {"cpu": 1, "cuda": 256}
+
 # A micro-batch of nothing keeps a rank in step with those that have one more.
 NOTHING = Sample(row=Row(index=-1, prompt="", prompt_ids=[0], columns={}), ids=[0], mask=[False],
                  engine_logprobs=[0.0], truncated=False, text="")
@@ -1152,7 +1157,8 @@ NOTHING = Sample(row=Row(index=-1, prompt="", prompt_ids=[0], columns={}), ids=[
 def pack(samples: list[Sample], packed: bool, device: torch.device) -> Batch:
     """A micro-batch in one row: each group is its prompt and then its completions, whose positions
     all go on from the prompt's. Sampled tokens are scored; a completion's last token is never
-    read. `packed` off: one completion, under the model's own attention."""
+    read. `packed` off: one completion, under the model's own attention. On a GPU the row ends with
+    tokens that no other sees."""
     samples = samples or [NOTHING]
     read = []       # (token, position) of the row
     scored = []     # of each sampled token what the loss needs
@@ -1172,6 +1178,11 @@ def pack(samples: list[Sample], packed: bool, device: torch.device) -> Batch:
             read += zip(s.ids[:-1], itertools.count(len(prompt)))
             lengths.append(len(s.ids) - 1)
             parents.append(parent)
+    padding = -len(read) % ROW_MULTIPLE[device.type]
+    if packed and padding:    # as a prompt without completions
+        read += [(0, 0)] * padding
+        parents.append(len(lengths))
+        lengths.append(padding)
     input_ids, position_ids = torch.tensor(read, device=device).T                       # [N] each
     columns = torch.tensor(scored, dtype=torch.float64, device=device).reshape(-1, 6).T  # [6, T]
     score_index, targets, piece = columns[:3].long()
