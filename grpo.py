@@ -1221,15 +1221,27 @@ def attention_table(queries: Tensor, keys: Tensor, n: int) -> tuple[Tensor, Tens
     return queries.clamp(max=n - 1), keys.clamp(max=n - 1), mask
 
 def block_mask(lengths: list[int], parents: list[int], device: torch.device):
-    from torch.nn.attention.flex_attention import create_block_mask
+    """FlexAttention's lists of blocks, each of 128 queries and 128 keys; N is a multiple of 128.
+    torch's create_block_mask would hold all N^2 pairs, this holds 128 N at a time."""
+    from torch.nn.attention.flex_attention import BlockMask
     repeats = torch.tensor(lengths, device=device)
     own = torch.arange(len(lengths), device=device).repeat_interleave(repeats)      # [N]
     prompt = torch.tensor(parents, device=device).repeat_interleave(repeats)        # [N]
 
     def sees(b, h, q, k):
         return (q >= k) & ((own[q] == own[k]) | (prompt[q] == own[k]))
-    n = len(own)
-    return create_block_mask(sees, None, None, n, n, device=device)
+    places = torch.arange(len(own), device=device)
+    counts = []    # of the pairs seen, in each block
+    for queries in places.split(128):
+        seen = sees(None, None, queries[:, None], places)                     # [128, N]
+        counts.append(seen.view(128, -1, 128).sum((0, 2)))
+    counts = torch.stack(counts)[None, None]                            # [1, 1, N / 128, N / 128]
+    full = counts == 128 * 128
+    lists = []
+    for blocks in ((counts > 0) & ~full, full):    # `sees` is asked about pairs of the former only
+        order = blocks.int().argsort(descending=True, stable=True)
+        lists += [blocks.sum(-1).int(), order.int()]
+    return BlockMask.from_kv_blocks(*lists, mask_mod=sees)
 
 def grouped_attention(module, query, key, value, attention_mask, scaling, tables, place, **kwargs):
     """Attention over a packed row without the forbidden pairs: the prompts over themselves, the
