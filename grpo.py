@@ -1286,6 +1286,11 @@ def equal_shares(samples: list[Sample], world_size: int) -> list[list[Sample]]:
             length = 0
     return shares
 
+# On a GPU FlexAttention is compiled for the first row's length and once more for all others, with
+# gradients and without. Rows under 256 tokens, which are two blocks, and lengths that differ where
+# the number of blocks doesn't would take more variants, and torch compiles no more than eight.
+ROW_MULTIPLE = {"cpu": 1, "cuda": 256}
+
 # A micro-batch of nothing keeps a rank in step with those that have one more.
 NOTHING = Sample(row=Row(index=-1, prompt="", prompt_ids=[0], columns={}), ids=[0], mask=[False],
                  engine_logprobs=[0.0], truncated=False, text="")
@@ -1293,7 +1298,8 @@ NOTHING = Sample(row=Row(index=-1, prompt="", prompt_ids=[0], columns={}), ids=[
 def pack(samples: list[Sample], packed: bool, device: torch.device) -> Batch:
     """A micro-batch in one row: each group is its prompt and then its completions, whose positions
     all go on from the prompt's. Sampled tokens are scored; a completion's last token is never
-    read. `packed` off: one completion, under the model's own attention."""
+    read. `packed` off: one completion, under the model's own attention. On a GPU the row ends with
+    tokens that no other sees."""
     samples = samples or [NOTHING]
     read, positions, parents = [], [], []    # of each prompt and completion; number of its prompt
     scored = []    # of each completion [6, T]: what the loss needs of its sampled tokens
@@ -1315,6 +1321,11 @@ def pack(samples: list[Sample], packed: bool, device: torch.device) -> Batch:
             positions.append(numpy.arange(len(prompt), len(prompt) + len(read[-1])))
             parents.append(parent)
             n += len(read[-1])
+    padding = -n % ROW_MULTIPLE[device.type]
+    if packed and padding:    # as a prompt without completions
+        parents.append(len(read))
+        read.append([0] * padding)
+        positions.append([0] * padding)
     lengths = list(map(len, read))
     input_ids, position_ids = (torch.tensor(numpy.concatenate(pieces), device=device).long()
                                for pieces in (read, positions))                         # [N] each
@@ -1355,15 +1366,27 @@ def attention_table(queries: Tensor, keys: Tensor, n: int) -> tuple[Tensor, Tens
     return queries.clamp(max=n - 1), keys.clamp(max=n - 1), mask
 
 def block_mask(lengths: list[int], parents: list[int], device: torch.device):
-    from torch.nn.attention.flex_attention import create_block_mask
+    """FlexAttention's lists of blocks, each of 128 queries and 128 keys; N is a multiple of 128.
+    torch's create_block_mask would hold all N^2 pairs, this holds 128 N at a time."""
+    from torch.nn.attention.flex_attention import BlockMask
     repeats = torch.tensor(lengths, device=device)
     own = torch.arange(len(lengths), device=device).repeat_interleave(repeats)      # [N]
     prompt = torch.tensor(parents, device=device).repeat_interleave(repeats)        # [N]
 
     def sees(b, h, q, k):
         return (q >= k) & ((own[q] == own[k]) | (prompt[q] == own[k]))
-    n = len(own)
-    return create_block_mask(sees, None, None, n, n, device=device)
+    places = torch.arange(len(own), device=device)
+    counts = []    # of the pairs seen, in each block
+    for queries in places.split(128):
+        seen = sees(None, None, queries[:, None], places)                     # [128, N]
+        counts.append(seen.view(128, -1, 128).sum((0, 2)))
+    counts = torch.stack(counts)[None, None]                            # [1, 1, N / 128, N / 128]
+    full = counts == 128 * 128
+    lists = []
+    for blocks in ((counts > 0) & ~full, full):    # `sees` is asked about pairs of the former only
+        order = blocks.int().argsort(descending=True, stable=True)
+        lists += [blocks.sum(-1).int(), order.int()]
+    return BlockMask.from_kv_blocks(*lists, mask_mod=sees)
 
 def grouped_attention(module, query, key, value, attention_mask, scaling, tables, place, **kwargs):
     """Attention over a packed row without the forbidden pairs: the prompts over themselves, the

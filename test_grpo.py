@@ -37,6 +37,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import flex_attention as flex
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast)
 
 import grpo
@@ -737,18 +740,35 @@ SHAPES = {"uneven": [(3, [1, 5, 2, 9]), (40, [4, 1, 7, 1])], "one token": [(3, [
           "single": [(1, [6])]}
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Rows are laid out as on a GPU. FlexAttention isn't compiled: it then asks the mask about all
+    pairs, whatever the blocks, and has the backward pass that torch refuses on the CPU."""
+    monkeypatch.setitem(grpo.ROW_MULTIPLE, "cpu", grpo.ROW_MULTIPLE["cuda"])
+    monkeypatch.setattr(grpo, "packed_attention",
+                        lambda *row: {"attention_mask": grpo.block_mask(*row)})
+    monkeypatch.setattr(transformers.integrations.flex_attention.WrappedFlexAttention, "__call__",
+                        lambda self: flex.flex_attention)
+    monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("layout", ["one row", "cut after 2 and 5", "one a row"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_row_means_what_its_completions_mean_alone(kind, layout, shape, monkeypatch):
+@pytest.mark.parametrize("kind, layout", [
+    *itertools.product(["llama", "gpt2"], ["one row", "cut after 2 and 5", "one a row"]),
+    ("llama", "on a GPU")])
+def test_a_row_means_what_its_completions_mean_alone(kind, layout, shape, monkeypatch, request):
     """In float64, so with another head than token_logprobs, whose softmax is in float32."""
     monkeypatch.setattr(grpo, "token_logprobs", exact_logprobs)
     packed = layout != "one a row"
-    lm, plain = exact_lm(kind, "grouped" if packed else "sdpa"), exact_lm(kind, "sdpa")
+    attention = "grouped" if packed else "sdpa"
+    if layout == "on a GPU":
+        request.getfixturevalue("as_on_a_gpu")
+        attention = "flex_attention"
+    lm, plain = exact_lm(kind, attention), exact_lm(kind, "sdpa")
     samples = list(itertools.chain(*make_groups(SHAPES[shape])))
     if len(samples[-1].ids) > 5:
         samples[-1].mask[2:4] = [False, False]
-    cuts = {"one row": [], "cut after 2 and 5": [2, 5], "one a row": range(1, len(samples))}[layout]
+    cuts = {"cut after 2 and 5": [2, 5], "one a row": range(1, len(samples))}.get(layout, [])
     ends = [0, *(cut for cut in cuts if cut < len(samples)), len(samples)]
     rows = [grpo.pack(samples[a:b], packed, CPU) for a, b in itertools.pairwise(ends)]
     ours = zip(*[Policy(lm, 0.7, CPU)(row) for row in rows])
@@ -761,6 +781,120 @@ def test_a_row_means_what_its_completions_mean_alone(kind, layout, shape, monkey
             gradient = torch.autograd.grad(weighted, model.parameters(), retain_graph=True)
             gradients.append(torch.cat([g.flatten() for g in gradient]))
         assert distance(*gradients) < 1e-10
+
+
+def rows_for_blocks():
+    """As make_groups takes them: prompts within, at and over the ends of blocks, and at random."""
+    rows = [[(1, [1])], [(1, [6])], [(128, [129, 129])], [(300, [1, 2, 500, 1])], [(127, [131])],
+            [(256, [257] * 3), (128, [1, 1])], [(513, [600, 3]), (2, [1, 900])],
+            [(5, [9, 1, 30])] * 30]
+    rng = random.Random(0)
+    for _ in range(12):
+        longest = rng.choice([4, 150, 700])
+        lengths = lambda: [rng.randint(1, longest) for _ in range(rng.randint(1, 6))]
+        rows.append([(rng.randint(1, longest), lengths()) for _ in range(rng.randint(1, 4))])
+    return rows
+
+
+def pairs_seen(shape, n):
+    """[N, N], a query at a time. What fills the row up sees no real token."""
+    seen, start = torch.zeros(n, n, dtype=torch.bool), 0
+    for prompt_length, lengths in shape:
+        prompt = slice(start, start + prompt_length)
+        for length in [prompt_length, *(length - 1 for length in lengths)]:
+            for query in range(start, start + length):
+                seen[query, start:query + 1] = True
+                if start > prompt.start:
+                    seen[query, prompt] = True
+            start += length
+    for query in range(start, n):
+        seen[query, start:query + 1] = True
+    return seen
+
+
+@pytest.mark.parametrize("shape", rows_for_blocks())
+def test_the_blocks_of_a_row_hold_exactly_the_pairs_that_are_seen(shape, as_on_a_gpu):
+    batch = grpo.pack(list(itertools.chain(*make_groups(shape))), True, CPU)
+    mask, n = batch.attention["attention_mask"], batch.input_ids.numel()
+    read = sum(prompt + sum(lengths) - len(lengths) for prompt, lengths in shape)
+    assert n % 256 == 0 and 0 <= n - read < 256 and mask.shape == (1, 1, n, n)
+    assert batch.score_index.max() < read
+    truth = pairs_seen(shape, n)
+    blocks = truth.view(n // 128, 128, n // 128, 128)
+    some, every = blocks.any(3).any(1), blocks.all(3).all(1)
+    assert torch.equal(mask.to_dense()[0, 0].bool(), some)
+    listed = {}    # by the lists of a query block and by those of a key block
+    for lists in ("kv", "full_kv", "q", "full_q"):
+        listed[lists] = set()
+        counts = getattr(mask, f"{lists}_num_blocks")[0, 0]
+        indices = getattr(mask, f"{lists}_indices")[0, 0]
+        assert counts.dtype == indices.dtype == torch.int32
+        for i, (count, row) in enumerate(zip(counts.tolist(), indices.tolist())):
+            assert row[:count] == sorted(set(row[:count]))
+            listed[lists] |= {(i, j) if "kv" in lists else (j, i) for j in row[:count]}
+    assert listed["kv"] == listed["q"] == set(map(tuple, (some & ~every).nonzero().tolist()))
+    assert listed["full_kv"] == listed["full_q"] == set(map(tuple, every.nonzero().tolist()))
+    got = torch.zeros_like(truth)
+    places = torch.arange(n)
+    for i, j in listed["full_kv"]:
+        got[128 * i:128 * i + 128, 128 * j:128 * j + 128] = True
+    for i, j in listed["kv"]:
+        queries, keys = places[128 * i:128 * i + 128], places[128 * j:128 * j + 128]
+        got[queries[:, None], keys] = mask.mask_mod(None, None, queries[:, None], keys)
+    assert torch.equal(got, truth)
+
+
+def test_flex_attention_over_a_row_is_softmax_over_the_pairs_that_are_seen(as_on_a_gpu):
+    torch.manual_seed(0)
+    shape = [(140, [1, 90, 200]), (7, [60, 2])]
+    batch = grpo.pack(list(itertools.chain(*make_groups(shape))), True, CPU)
+    n = batch.input_ids.numel()
+    inputs = [torch.randn(1, heads, n, 16, dtype=torch.float64, requires_grad=True)
+              for heads in (4, 2, 2)]
+    out = flex.flex_attention(*inputs, block_mask=batch.attention["attention_mask"], scale=0.3,
+                              enable_gqa=True)
+    q, k, v = inputs[0], *(x.repeat_interleave(2, 1) for x in inputs[1:])
+    scores = (0.3 * q @ k.mT).masked_fill(~pairs_seen(shape, n), -torch.inf)
+    truth = scores.softmax(-1) @ v
+    torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)
+    weights = torch.randn_like(out)
+    for ours, theirs in zip(torch.autograd.grad((weights * out).sum(), inputs),
+                            torch.autograd.grad((weights * truth).sum(), inputs)):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_no_tensor_of_a_block_mask_grows_with_the_square_of_the_row():
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            largest.append(max([x.numel() for x in torch.utils._pytree.tree_leaves(result)
+                                if isinstance(x, torch.Tensor)], default=0))
+            return result
+
+    for n in (2048, 4096, 8192):
+        largest = []
+        with Sizes():
+            mask = grpo.block_mask([n // 8] * 8, [0] * 4 + [4] * 4, CPU)
+        assert max(largest) == 128 * n
+        kept = [x for x in mask.as_tuple() if isinstance(x, torch.Tensor)]
+        assert sum(x.numel() for x in kept) == 4 * ((n // 128)**2 + n // 128)
+
+
+def test_four_compiled_variants_serve_rows_of_all_lengths(as_on_a_gpu):
+    """The first length alone and then any, with gradients and without; after eight torch falls back
+    to what holds all pairs."""
+    torch._dynamo.reset()
+    compiled = CompileCounter()
+    attention = torch.compile(flex.flex_attention, backend=compiled)
+    for read in (300, 310, 1, 700, 100, 128, 256, 7, 1200, 129, 2500, 640):
+        batch = grpo.pack(list(itertools.chain(*make_groups([(1, [read])]))), True, CPU)
+        for gradients in (False, True):
+            q = torch.randn(1, batch.input_ids.numel(), 4, 16, requires_grad=gradients)
+            q = q.transpose(1, 2)
+            with torch.set_grad_enabled(gradients):
+                attention(q, q, q, block_mask=batch.attention["attention_mask"])
+    assert compiled.frame_count == 4
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("masked", [False, True])
