@@ -2304,12 +2304,11 @@ def words_of(ids):
 
 def tokenized(row, tokenizer=None, **flags):
     """The words that a row's prompt becomes."""
-    cfg = Config(**flags)
-    return words_of(
-        grpo.tokenize(
-            grpo.standard_row({"answer": 1} | row, cfg), tokenizer or tiny_tokenizer(), cfg
-        )
-    )
+    cfg, tokenizer = Config(**flags), tokenizer or tiny_tokenizer()
+    text, special = grpo.prompt_text(grpo.standard_row({"answer": 1} | row, cfg), tokenizer, cfg)
+    made = Row(0, "", [], {})
+    grpo.tokenize([(made, text)], special, tokenizer)
+    return words_of(made.prompt_ids)
 
 
 def write_lines(path, rows):
