@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers.models import WordLevel
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -3294,6 +3294,28 @@ def test_a_row_knows_that_its_prompt_opens_a_thought(tmp_path, row, flags, think
     assert got.thinks is thinks
 
 
+def test_rows_of_both_kinds_are_tokenized_many_at_once_as_each_alone(tmp_path):
+    rng = random.Random(0)
+    rows = []
+    for _ in range(2500):
+        text = " ".join(rng.choices(WORDS[7:37], k=rng.randint(1, 6)))
+        rows.append(rng.choice([{"prompt": rng.choice(["", "<s> "]) + text}, {"question": text},
+                                {"prompt": [user(text)]}]) | {"answer": 1})
+    tokenizer = tiny_tokenizer(bos=True)
+    made = load_file_rows(write_lines(tmp_path / "a.jsonl", rows), tokenizer, shuffle_dataset=False)
+    assert [words_of(row.prompt_ids) for row in made] == [tokenized(row, tokenizer) for row in rows]
+
+
+def test_half_a_surrogate_pair_in_a_message_costs_its_row_and_no_other(tmp_path, capsys):
+    template = "{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.content }} {% endfor %}"
+    rows = [{"prompt": [user("w1") | {"name": name}], "answer": 1} for name in ("w2", "\ud800", "w3")]
+    made = load_file_rows(write_lines(tmp_path / "a.jsonl", rows), tiny_tokenizer(template),
+                          shuffle_dataset=False)
+    assert [words_of(row.prompt_ids) for row in made] == ["user w2 w1", "user w3 w1"]
+    assert re.search("1 of 3 rows are unusable, the first line 2: the chat template refuses .*surrogates",
+                     capsys.readouterr().out)
+
+
 # --- what is loaded -------------------------------------------------------------------------------
 
 
@@ -5869,6 +5891,26 @@ def test_bench_python_of_a_large_step(unlocked, tmp_path):
     print(f"split {seconds(lambda: shares.extend(grpo.split(samples, 8, 8192)), 1, False):.2f} s")
     taken = seconds(lambda: [grpo.pack(batch, False, CPU) for batch in shares[0]], 1, False)
     print(f"pack of one share of 8, without the attention's tables {taken:.2f} s")
+
+
+@pytest.mark.bench
+def test_bench_loading_100_000_rows(tmp_path):
+    """Against a call of the tokenizer for each row and, in `draw`, a shuffle for each step."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 9))) for _ in range(5000)]
+    rows = [{"question": " ".join(rng.choices(words, k=50)), "answer": 1} for _ in range(100_000)]
+    pieces = Tokenizer(models.BPE())
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel()
+    pieces.train_from_iterator(words, trainers.BpeTrainer(vocab_size=4000))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pieces, chat_template=TEMPLATE)
+    file = write_lines(tmp_path / "a.jsonl", rows)
+    print(f"\nload_data {seconds(lambda: load_file_rows(file, tokenizer), 1, False):.1f} s")
+    one = [[user(row["question"])] for row in rows]
+    alone = seconds(lambda: [tokenizer.apply_chat_template(each) for each in one], 1, False)
+    print(f"a call for each row, before its other work {alone:.1f} s")
+    million = range(10**6)
+    print(f"a draw of a million {seconds(lambda: grpo.draw(million, 0, 0, 512)):.4f} s, with a shuffle "
+          f"{seconds(lambda: random.Random('0 0').sample(million, len(million)), 1, False):.2f} s")
 
 
 def bench_memory(folder: str, groups: str) -> None:
