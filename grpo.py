@@ -962,8 +962,9 @@ def load_function(flag: str, name: str) -> Callable:
         inspect.signature(function)
     return function
 
-def call_reward(name: str, samples: list[Sample]) -> list[float | None | str]:
-    """The rewards of completions, None where it doesn't apply; or what it raised for one alone.
+def call_reward(name: str, samples: list[Sample]) -> list[Any]:
+    """The rewards of completions, None where it doesn't apply; or what it raised for one alone. Of
+    an environment: what `play` returns.
 
     The function gets those of these lists that it has parameters for, an entry a completion:
     prompts, completions, completion_ids and the columns of the first completion's row."""
@@ -977,7 +978,7 @@ def call_reward(name: str, samples: list[Sample]) -> list[float | None | str]:
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         arguments = {key: arguments[key] for key in parameters if key in arguments}
     try:
-        if samples[0].turns:
+        if samples[0].turns:    # the function is an environment
             return [play(name, sample.row.columns, sample.turns) for sample in samples]
         rewards = list(function(**arguments))
     except BaseException as e:    # SystemExit too
