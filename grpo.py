@@ -15,9 +15,10 @@ Where it differs from the paper (arXiv:2402.03300):
  3. A prompt and its completions share one row: the prompt is computed once, not once a completion.
  4. Rewards are functions of the text or games. There is no process supervision.
 """
-import atexit, contextlib, copy, ctypes, functools, hashlib, importlib.util, inspect, itertools
-import json, logging, math, multiprocessing.connection, multiprocessing.forkserver, numbers, os
-import random, re, resource, runpy, shutil, signal, sys, time, traceback, unicodedata, warnings
+import atexit, contextlib, copy, ctypes, functools, hashlib, html, importlib.util, inspect
+import itertools, json, logging, math, multiprocessing.connection, multiprocessing.forkserver
+import numbers, os, random, re, resource, runpy, shutil, signal, sys, time, traceback, unicodedata
+import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -134,6 +135,7 @@ class Config:
     save_steps: int = 20    # write a checkpoint every so many steps, and when the run is stopped
     save_total_limit: int = 2    # keep so many, the newest
     log_completions_steps: int = 1    # write the training completions of every so many steps
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()    # send metrics there
 
     @property
     def max_length(self) -> int:
@@ -1105,8 +1107,8 @@ class RewardPool:
     def score(self, groups: list[Group]) -> list[str]:
         """Sets the samples' rewards, each and their weighted sum; what failed is 0, and returned.
 
-        `correct` is asked too, as a metric, where it isn't a reward and every row has an answer; and
-        with it `parsable`."""
+        `correct` is asked too, as a metric, where it isn't a reward and every row has an answer;
+        and with it `parsable`."""
         names = list(self.weights)
         if not self.cfg.environment:    # it has answered already, as the turns were played
             if all("answer" in group[0].row.columns for group in groups) and "correct" not in names:
@@ -1863,23 +1865,25 @@ class State:
     file_sizes: dict[str, int] = field(default_factory=dict)    # what the run had written by then
     first_eval: dict[str, float] = field(default_factory=dict)
     last_eval: dict[str, float] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)    # of the last step
+    warnings: dict[str, str] = field(default_factory=dict)    # of the last step, with advice
     history: list[dict[str, Any]] = field(default_factory=list)    # metrics of the last 20 steps
 
 # Flags that change nothing of what is learnt: a run may go on with others.
 FREE_FLAGS = """output_dir tokens_per_micro_batch gradient_checkpointing ref_cpu_offload
     optimizer_cpu_offload fsdp_size ddp_timeout
     reward_timeout reward_workers reward_memory vllm_gpu_memory_utilization max_skipped_steps
-    save_steps save_total_limit log_completions_steps""".split()
+    save_steps save_total_limit log_completions_steps report_to""".split()
 
 class Run:
-    """The run's folder: config.json, metrics.jsonl, samples.jsonl, checkpoints and at the end the
-    model. Rank 0 writes it; the lines of a step at once, so that a killed run leaves whole ones."""
+    """The run's folder: config.json, metrics.jsonl, samples.jsonl, report.html, checkpoints and at
+    the end the model. Rank 0 writes it; the lines of a step at once, so that a killed run leaves
+    whole ones."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
         self.rewards = []    # of the last 20 steps
-        self.may_warn = True    # of a disk that is full, once
+        self.warned_of = set()    # what can't be written, said once
+        self.loggers = {}
         self.is_writer = dist.get_rank() == 0
         # One clock names the folder for all, and no rank goes on if it can't be used.
         folder = gathered(cfg.output_dir or time.strftime("runs/%Y%m%d-%H%M%S"))[0]
@@ -1894,6 +1898,8 @@ class Run:
         found = gathered(file.stat().st_mtime_ns if file.exists() else None)
         require(len(set(found)) == 1, f"--output-dir {folder} is not the same folder on all "
                 "machines: name one on a file system that they share")
+        # Another run in a folder of this name is another run to a logger too.
+        self.name = f"{self.folder.resolve().name}-{found[0] // 10**9}"
 
     def claim(self) -> None:
         """Makes the folder, or finds the same run in it. Raises UserError naming what differs."""
@@ -1927,13 +1933,25 @@ class Run:
                 found[int(number)] = folder
         return [found[number] for number in sorted(found, reverse=True)]
 
-    def log(self, metrics: dict[str, Any]) -> None:
-        """A step's metrics, once it is evaluated: to the file and the terminal. Loggers go here, on
-        the rank that is_writer."""
+    def start_loggers(self) -> None:
+        if not self.is_writer:
+            return
+        for name in self.cfg.report_to:
+            with reported_as(f"--report-to {name} can't start", Exception):
+                with reported_as(f"pip install {name}", ImportError):
+                    self.loggers[name] = start_logger(name, self)
+
+    def log(self, metrics: dict[str, Any], warnings: dict[str, str]) -> None:
+        """A step's metrics, once it is evaluated, and what holds of it: to the file, --report-to
+        and the terminal."""
         # JSON has no nan: null is what was not measured.
         finite = {name: x if x is not None and math.isfinite(x) else None
                   for name, x in metrics.items()}
-        self.write("metrics.jsonl", [finite])
+        self.write("metrics.jsonl", [finite | ({"warnings": warnings} if warnings else {})])
+        measured = {name: x for name, x in finite.items() if x is not None}
+        for name, send in self.loggers.items():
+            with self.costs_a_warning(name):
+                send(measured, step=metrics["step"])
         scores = [f"\n  {name:<24} {x:.3f}" for name, x in metrics.items()
                   if name.startswith("eval/")]
         if metrics["step"]:
@@ -1950,20 +1968,33 @@ class Run:
              "reward": s.reward, "rewards": s.rewards, "advantage": s.advantage}
             for group in groups for s in group])
 
+    def write_report(self) -> None:
+        if not self.is_writer:
+            return
+        with self.costs_a_warning("report.html"):
+            file = self.folder / "report.new"
+            file.write_text(report_page(self.folder, self.cfg), "utf-8", "replace")
+            file.rename(file.with_suffix(".html"))
+
     def write(self, file: str, rows: list[dict]) -> None:
         if not self.is_writer:
             return
         lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        with self.costs_a_warning(file), open(self.folder / file, "ab", buffering=0) as f:
+            size = f.tell()
+            if f.write(lines) < len(lines):
+                f.truncate(size)
+                raise OSError("there is no room for a line")
+
+    @contextlib.contextmanager
+    def costs_a_warning(self, what: str) -> Iterator[None]:
+        """A full disk or a logger out of reach costs what it should write, not the run."""
         try:
-            with open(self.folder / file, "ab", buffering=0) as f:
-                size = f.tell()
-                if f.write(lines) < len(lines):
-                    f.truncate(size)
-                    raise OSError("there is no room for a line")
-        except OSError as e:    # a full disk costs the lines, not the run
-            if self.may_warn:
-                say(f"warning: {self.folder / file} can't be written: {e}; the run goes on")
-            self.may_warn = False
+            yield
+        except Exception as e:
+            if what not in self.warned_of:
+                say(f"warning: {self.folder}: {what} can't be written: {e}; the run goes on")
+            self.warned_of.add(what)
 
     def file_sizes(self) -> dict[str, int]:
         files = [self.folder / name for name in ("metrics.jsonl", "samples.jsonl")]
@@ -2172,9 +2203,9 @@ def peak_memory_gib(engine: Engine) -> float:
     return (torch.cuda.max_memory_allocated() - engine.sleeping_bytes) / 2**30
 
 def show_warnings(history: list[dict[str, Any]], first: Sample, cfg: Config,
-                  shown: list[str]) -> list[str]:
+                  shown: dict[str, str]) -> dict[str, str]:
     """Says what in the steps up to this one should worry, in the step in which it begins: what was
-    shown a step before isn't again. Returns all that holds now."""
+    shown a step before isn't again. Returns all that holds now, with advice."""
     metrics = history[-1]
     found = trends(history, cfg) if len(history) == 20 else {}
     no_reward = metrics["reward/mean"] == metrics["reward/std"] == 0
@@ -2192,7 +2223,7 @@ def show_warnings(history: list[dict[str, Any]], first: Sample, cfg: Config,
     for warning, advice in found.items():
         if warning not in shown:
             say(f"warning: step {metrics['step']}: {warning}: {advice}")
-    return list(found)
+    return found
 
 def trends(history: list[dict[str, Any]], cfg: Config) -> dict[str, str]:
     """What should worry in the last 10 steps beside the 10 before, and what to do about it."""
@@ -2282,6 +2313,181 @@ def report_failures(failures: list[str], completions: int) -> None:
         require(count < max(2, completions),
                 f"the reward {name} failed on every completion of a step, at last {failures[-1]}")
 
+# --- report ---------------------------------------------------------------------------------------
+def start_logger(name: str, run: Run) -> Callable:
+    """What takes a step's metrics, for a name of --report-to. A run that goes on does so there."""
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(run.folder / name)
+        at_end(writer.close)
+
+        def send(metrics: dict[str, float], step: int) -> None:
+            for metric, value in metrics.items():
+                writer.add_scalar(metric, value, step)
+            writer.flush()    # a killed run goes on after what is written
+        return send
+    package = importlib.import_module(name)
+    options = {"id": run.name, "dir": run.folder} if name == "wandb" else {}
+    package.init(project=os.environ.get(f"{name.upper()}_PROJECT", "grpo"), name=run.name,
+                 config=asdict(run.cfg), resume="allow", **options)
+    at_end(package.finish)
+    return package.log
+
+CHARTS = {    # the metrics in each
+    "Reward": r"reward/(?!(std|group_std|zero_std_groups|advantage_std|failures)$).*|eval/.*reward",
+    "Held-out accuracy": r"eval/.*(accuracy|pass@\d+)",
+    "Shares": "completion/(distinct|truncated)|reward/zero_std_groups",
+    "Entropy, nats": "policy/entropy",
+    "Length, tokens": "completion/length_mean",
+    "KL to the reference, nats": "policy/kl",
+    "Between vLLM and trainer, nats": "policy/engine_gap_mean",
+    "Seconds a step": "time/(step|sampling|training|reload)",
+}
+REPORT_STYLE = """<meta name="viewport" content="width=device-width"><style>
+:root { color-scheme: light dark; --page: #f5f6f8; --card: #fff; --ink: #1b2130; --soft: #626d80;
+  --line: #dde1e8; --warn: #c2570c; --c0: #2563eb; --c1: #ea580c; --c2: #0d9488; --c3: #9333ea;
+  --c4: #db2777; --c5: #65a30d }
+@media (prefers-color-scheme: dark) { :root { --page: #0e1218; --card: #171c25; --ink: #e4e8ef;
+  --soft: #97a2b4; --line: #2b3341; --warn: #fdb022; --c0: #60a5fa; --c1: #fb923c; --c2: #2dd4bf;
+  --c3: #c084fc; --c4: #f472b6; --c5: #a3e635 } }
+body { margin: 0 auto; max-width: 1240px; padding: 24px; background: var(--page);
+  color: var(--ink); font: 14px/1.5 system-ui, sans-serif }
+h1 { font-size: 22px; margin: 0 }
+h2 { font-size: 16px; margin: 28px 0 8px }
+p { color: var(--soft); margin: 2px 0 16px; overflow-wrap: anywhere }
+main { display: grid; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)); gap: 12px }
+figure, section { background: var(--card); border: 1px solid var(--line); border-radius: 8px }
+figure { margin: 0; padding: 12px; display: flex; flex-direction: column }
+figcaption { font-weight: 600; flex: 1 }
+span { display: block; font-size: 12px; font-weight: 400; color: var(--soft) }
+span::before { content: ""; display: inline-block; width: 12px; height: 3px; border-radius: 2px;
+  margin: 0 6px 3px 0; background: var(--c) }
+svg { margin-top: 8px }
+path { stroke: var(--line) }
+polyline { fill: none; stroke: var(--c); stroke-width: 1.6; stroke-linejoin: round;
+  stroke-linecap: round }
+line { stroke: var(--warn); stroke-dasharray: 2 2 }
+text { fill: var(--soft); font-size: 9px; text-anchor: end }
+section { overflow-x: auto }
+table { border-collapse: collapse; width: 100% }
+th, td { padding: 8px 12px; text-align: left; vertical-align: top }
+td { border-top: 1px solid var(--line) }
+th { font-size: 12px; color: var(--soft) }
+div { white-space: pre-wrap; overflow: auto; overflow-wrap: anywhere; max-height: 16em }
+</style>"""
+
+def read_samples(file: Path) -> tuple[list[dict], list[dict]]:
+    """Of samples.jsonl the evaluation before the first step, and the last step: of the last 16 MiB,
+    so that a long run's file isn't read."""
+    if not file.exists():
+        return [], []
+    with open(file, "rb") as f:
+        first = list(itertools.takewhile(lambda row: row["step"] == 0, map(json.loads, f)))
+        start = max(0, file.stat().st_size - 2**24)
+        f.seek(start)
+        lines = f.readlines()
+    if start:
+        del lines[0]    # the rest of a line
+    last = [json.loads(line) for line in lines]
+    return first, [row for row in last if row["step"] == last[-1]["step"]]
+
+def table(title: str, heads: str, rows: list[list]) -> str:
+    """Texts and numbers as HTML, each cut at 4000 characters. Nothing without rows."""
+    if not rows:
+        return ""
+    body = ""
+    for row in rows:
+        body += "<tr>"
+        for cell in row:
+            if isinstance(cell, list):    # chat messages
+                cell = "\n\n".join(f"{m['role']}: {m['content']}" for m in cell)
+            text = str(cell)
+            body += f"<td><div>{html.escape(text[:4000])}</div>"
+            if len(text) > 4000:
+                body += f"and {len(text) - 4000} characters more"
+    return f"<h2>{title}</h2><section><table><tr>{heads}{body}</table></section>"
+
+def chart(title: str, curves: dict[str, list], marks: str) -> str:
+    """The curves of a chart, lists of (step, value), as HTML: in about 500 points, each the mean
+    of as many as that takes. Nothing without curves."""
+    chosen = {name: curves[name] for name in sorted(curves) if re.fullmatch(CHARTS[title], name)}
+    if not chosen:
+        return ""
+    values = [0, *(value for curve in chosen.values() for _, value in curve)]
+    low, high = min(values), max(values)
+    last = curves["step"][-1][0]
+    legend = ""
+    for i, (name, curve) in enumerate(chosen.items()):
+        stride = len(curve) // 500 + 1
+        parts = [curve[j:j + stride] for j in range(0, len(curve), stride)]
+        line = ""
+        for part in [curve[:1], *parts]:    # a single point, drawn twice, is a dot
+            x, y = numpy.mean(part, 0)
+            line += f"{300 * x / max(1, last):.1f},{100 * (high - y) / (high - low or 1):.1f} "
+        color = f'style="--c: var(--c{i % 6})"'
+        marks += f'<polyline {color} points="{line}"/>'
+        legend += (f"<span {color}>{html.escape(name)}: {curve[0][1]:.4g} → {curve[-1][1]:.4g}"
+                   "</span>")
+    return f"""<figure><figcaption>{title}{legend}</figcaption><svg viewBox="-36 -6 340 120">
+<path d="M0 0H300M0 50H300M0 100H300"/>{marks}<text x="-4" y="3">{high:.4g}</text>
+<text x="-4" y="103">{low:.4g}</text><text x="300" y="113">step {last}</text></svg></figure>
+"""
+
+def read_metrics(file: Path) -> tuple[dict[str, list], dict[str, list[int]], dict[str, str]]:
+    """Of metrics.jsonl each metric's (step, value), the steps in which each warning began, and the
+    advice beside it."""
+    curves, starts, advice, held = {}, {}, {}, {}
+    for line in file.read_bytes().splitlines():
+        metrics = json.loads(line)
+        step = metrics["step"]
+        found = metrics.pop("warnings", {})
+        for warning in found:
+            if warning not in held:
+                starts.setdefault(warning, []).append(step)
+        advice |= found
+        held = found
+        for name, value in metrics.items():
+            if value is not None:
+                curves.setdefault(name, []).append((step, value))
+    return curves, starts, advice
+
+def report_page(folder: Path, cfg: Config) -> str:
+    """The run so far as a page of HTML, read back from its files."""
+    curves, starts, advice = read_metrics(folder / "metrics.jsonl")
+    step, seconds = curves["time/elapsed"][-1]
+    marks = ""
+    for warning, steps in starts.items():
+        for x in steps[:20]:
+            marks += f"""<line transform="translate({300 * x / step:.1f})" y2="100">
+<title>{html.escape(warning)}</title></line>"""
+    charts = "".join(chart(title, curves, marks) for title in CHARTS)
+    warned = [[warning, advice[warning], f"{steps}".strip("[]")]
+              for warning, steps in starts.items()]
+    first, last = read_samples(folder / "samples.jsonl")
+    before = {str(row["prompt"]): row for row in first if row["split"] == "eval"}
+    pairs = []
+    for row in last:
+        old = before.get(str(row["prompt"]))
+        if old and row["split"] == "eval":
+            pairs.append([row["prompt"], old["completion"], old["reward"], row["completion"],
+                          row["reward"]])
+    pairs.sort(key=lambda pair: (pair[2] or 0) - (pair[4] or 0))
+    scored = [[row["prompt"], row["completion"], row["reward"], row["split"]]
+              for row in last if row["reward"] is not None]
+    scored.sort(key=lambda row: -row[2])
+    flags = [f"--{name.replace('_', '-')} {value}" for name, value in asdict(cfg).items()
+             if value != getattr(Config, name)]
+    about = html.escape(f"{cfg.model_name_or_path} on {cfg.dataset}: step {step} of "
+                        f"{cfg.max_steps}")
+    return f"""<!doctype html><html lang="en"><meta charset="utf-8">{REPORT_STYLE}
+<title>{html.escape(folder.name)}</title><h1>{html.escape(folder.name)}</h1>
+<p>{about}, {seconds / 60:.1f} minutes<br>{html.escape(" ".join(flags))}</p><main>{charts}</main>
+""" + (table("Warnings", "<th>warning<th>what to do<th>it began at steps", warned)
+       + table(f"Held-out problems that gained most and least by step {step}",
+               "<th>problem<th>before<th>reward<th>after<th>reward", pairs[:3] + pairs[3:][-3:])
+       + table(f"Best and worst completions of step {step}",
+               "<th>prompt<th>completion<th>reward<th>split", scored[:3] + scored[3:][-3:]))
+
 # --- ends of steps --------------------------------------------------------------------------------
 def finish_step(cfg: Config, trainer: "Trainer", groups: list[Group], metrics: dict) -> None:
     """Makes the step part of the state: from here on a stop doesn't undo it."""
@@ -2326,7 +2532,9 @@ def report(cfg: Config, trainer: "Trainer") -> None:
     if often and state.step and state.step % often == 0 and not cfg.beta:
         metrics |= kl_from_start(trainer)
     metrics |= {"time/elapsed": state.elapsed, "time/left": seconds_left(state, cfg)}
-    trainer.run.log(metrics)
+    trainer.run.log(metrics, state.warnings)
+    if "time/evaluation" in metrics:
+        trainer.run.write_report()
     state.reported = True
     state.file_sizes = trainer.run.file_sizes()
     require(state.skipped_steps < cfg.max_skipped_steps,
@@ -2447,6 +2655,7 @@ def set_up(cfg: Config, device: torch.device, cores: int) -> Trainer | None:
     if run.model_folder.exists():
         say(f"{run.folder} holds this run, complete")
         return None
+    run.start_loggers()
     check_memory(cfg, model_config, device)
     packed = packs(cfg, model_config, device)
     policy = load_policy(cfg, model_config, packed, device, trainable=True)
@@ -2730,7 +2939,6 @@ TRL_NAMES = {
     "top_p": "the trainer's probabilities can't match a cut choice",
     "top_k": "the trainer's probabilities can't match a cut choice",
     "fp16": "use --bf16 or --no-bf16",
-    "report_to": "each step is a line of metrics.jsonl in the run's folder",
     "log_completions": "completions are in samples.jsonl in the run's folder",
     "sync_ref_model": "the reference is the model as it started; <run>/model can start a new run",
 }
