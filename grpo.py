@@ -15,10 +15,9 @@ Where it differs from the paper (arXiv:2402.03300):
  3. A prompt and its completions share one row: the prompt is computed once, not once a completion.
  4. Rewards are functions of the text or games. There is no process supervision.
 """
-import atexit, contextlib, copy, ctypes, functools, hashlib, html, importlib.util, inspect
-import itertools, json, logging, math, multiprocessing.connection, multiprocessing.forkserver
-import numbers, os, random, re, resource, runpy, shutil, signal, sys, time, traceback, unicodedata
-import warnings
+import atexit, contextlib, copy, ctypes, functools, hashlib, html, importlib.util, inspect, json
+import itertools, logging, math, multiprocessing.connection, multiprocessing.forkserver, numbers, os
+import random, re, resource, runpy, shutil, signal, sys, time, traceback, unicodedata, warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -499,10 +498,7 @@ class Policy(nn.Module):
         self.lm = lm
         self.temperature = temperature
         self.device = device
-
-    @property
-    def packed(self) -> bool:    # whether its attention takes packed rows
-        return self.lm.config._attn_implementation != "sdpa"
+        self.packed = lm.config._attn_implementation != "sdpa"    # its attention takes packed rows
 
     def forward(self, batch: "Batch") -> tuple[Tensor, Tensor]:
         # For a model that it takes from transformers, vLLM replaces the class's own __call__ by one
@@ -521,8 +517,8 @@ class Engine:
     def __init__(self, cfg: Config, model_config, tokenizer, stop_ids: list[int],
                  device: torch.device):
         self.on_cpu = device.type == "cpu"
-        options = engine_options(cfg, model_config, self.on_cpu)
-        from vllm import LLM, SamplingParams
+        self.llm = start_vllm(cfg, model_config, self.on_cpu)
+        from vllm import SamplingParams
         self.dtype = compute_dtype(cfg)
         self.tokenizer = tokenizer
         self.sleeps = cfg.vllm_enable_sleep_mode and not self.on_cpu
@@ -531,10 +527,6 @@ class Engine:
             SamplingParams, logprobs=0, flat_logprobs=True, stop_token_ids=stop_ids,
             stop=list(cfg.stop), include_stop_str_in_output=True, detokenize=bool(cfg.stop))
         self.limit = cfg.max_completion_length
-        with reported_as("vLLM did not start (short of memory? --vllm-gpu-memory-utilization and "
-                         "--vllm-max-model-length set what it takes)", ValueError, RuntimeError):
-            self.llm = LLM(cfg.model_name_or_path, dtype=self.dtype,
-                           seed=cfg.seed + dist.get_rank(), **options)
 
     def sample(self, rows: list[Row], n: int, temperature: float, seed: int,
                phase: str) -> list[Group]:
@@ -2700,6 +2692,14 @@ def self_test(engine: Engine, policy: Policy, rows: list[Row], cfg: Config) -> N
             f"engine and trainer disagree on the same tokens by {gap.nanmean():.4f} nats in the "
             f"mean (limit {limit}): vLLM has other weights than {cfg.model_name_or_path}, or "
             "computes it differently")
+
+def start_vllm(cfg: Config, model_config, on_cpu: bool):
+    options = engine_options(cfg, model_config, on_cpu)
+    from vllm import LLM
+    with reported_as("vLLM did not start (short of memory? --vllm-gpu-memory-utilization and "
+                     "--vllm-max-model-length set what it takes)", ValueError, RuntimeError):
+        return LLM(cfg.model_name_or_path, dtype=compute_dtype(cfg),
+                   seed=cfg.seed + dist.get_rank(), **options)
 
 def engine_options(cfg: Config, model_config, on_cpu: bool) -> dict[str, Any]:
     """What vLLM is told, beside model, dtype and seed. Raises UserError for vLLM's other build."""
