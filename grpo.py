@@ -538,12 +538,14 @@ class Engine:
         if not rows:
             return []
         bar = functools.partial(progress, phase) if ON_TERMINAL else False
-        params = [self.params(n=n, temperature=temperature, max_tokens=self.limit - row.read)
+        rows = [row for row in rows for _ in range(n)]    # a request each, which the bar counts
+        params = [self.params(temperature=temperature, max_tokens=self.limit - row.read)
                   for row in rows]
         outputs = self.llm.generate([{"prompt_token_ids": row.prompt_ids} for row in rows],
                                     params, use_tqdm=bar)
-        return [[self.to_sample(row, completion) for completion in output.outputs]
-                for row, output in zip(rows, outputs, strict=True)]
+        samples = [self.to_sample(row, output.outputs[0])
+                   for row, output in zip(rows, outputs, strict=True)]
+        return [samples[i:i + n] for i in range(0, len(samples), n)]
 
     def to_sample(self, row: Row, completion) -> Sample:
         ids = numpy.array(completion.token_ids, numpy.int32)
@@ -1235,7 +1237,8 @@ def words_between(messages: list[dict], reply: list[int], tokenizer, cfg: Config
     chats = []
     for text in "ab":
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
-        chats.append(tokenize({"prompt": chat + messages}, tokenizer, cfg))
+        words, special = prompt_text({"prompt": chat + messages}, tokenizer, cfg)
+        chats.append(tokenizer(words, add_special_tokens=special)["input_ids"])
     first, second = chats
     n = 0
     while first[-n - 1] == second[-n - 1]:

@@ -69,7 +69,7 @@ def distance(ours, theirs) -> float:
 def plain_logprobs(model, s: Sample, temperature: float):
     """Logprobs and entropies of one completion's sampled tokens, by an ordinary forward pass."""
     prompt = s.row.prompt_ids
-    logits = model(torch.tensor([prompt + s.ids])).logits[0, len(prompt) - 1:-1]
+    logits = model(torch.tensor([[*prompt, *s.ids]])).logits[0, len(prompt) - 1:-1]
     all_logprobs = (logits / temperature).log_softmax(-1)                     # [T, V]
     logprobs = all_logprobs[range(len(s.ids)), s.ids]
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
@@ -908,7 +908,7 @@ def test_exactly_the_sampled_tokens_are_scored_each_from_the_one_before(masked):
     read, tokens = batch.input_ids[0], batch.tokens
     places, before, targets, owner, engine, sequence = [], [], [], [], [], []
     for number, s in enumerate(samples):
-        everything = s.row.prompt_ids + s.ids
+        everything = s.row.prompt_ids + s.ids.tolist()
         for i in range(len(s.ids)):
             if s.mask[i]:
                 place = len(s.row.prompt_ids) + i
@@ -1685,13 +1685,10 @@ def test_sampling_seeds_every_generator_that_vllm_draws_from():
     class Llm:
         def generate(self, *args, **kwargs):
             self.drawn = torch.rand(3).tolist(), numpy.random.rand(3).tolist()
-            return [type("Output", (), {"outputs": []})]
+            return [SimpleNamespace(outputs=[None])]
 
     class Fake:
-        llm, limit = Llm(), 8
-
-        def params(self, **kwargs):
-            return None
+        llm, limit, params, to_sample = Llm(), 8, dict, lambda *_: None
     drawn = []
     for seed in (7, 7, 8, 2**40):
         grpo.Engine.sample(Fake(), [Row(0, "", [1], {})], 1, 1.0, seed, "")
@@ -1879,7 +1876,7 @@ def test_updates_do_not_depend_on_the_split(ranks, case, tiny_models, updated, e
             if case == "adamw":    # its first step is a sign
                 assert apart.norm() <= 1e-3 * (truth["weights"] - start).norm()
             else:
-                assert apart.abs().max() <= 1e-6
+                assert apart.abs().max() <= 3e-6    # of up to four updates, at a rate of 0.3
         assert ((got["weights"] - start).norm() > 0) == (case != "no signal")
 
 
@@ -1942,7 +1939,7 @@ def two_groups(vocabulary: int = 128) -> list[Sample]:
 def logprobs_alone(lm, sample: Sample) -> torch.Tensor:
     """Of one completion by itself, by the model's own forward pass and its own head."""
     prompt = sample.row.prompt_ids
-    logits = lm(torch.tensor([prompt + sample.ids]), use_cache=False).logits[0, len(prompt) - 1:-1]
+    logits = lm(torch.tensor([prompt + sample.ids.tolist()]), use_cache=False).logits[0, len(prompt) - 1:-1]
     return logits.log_softmax(-1)[range(len(sample.ids)), sample.ids]
 
 
@@ -2462,7 +2459,8 @@ class Player:
     def reply(self, row, text):
         ids = self.tokenizer(text + "]" * self.ends)["input_ids"]
         kept = ids[:self.limit - row.read]
-        return Sample(row=row, ids=kept, mask=[True] * len(kept), engine_logprobs=[-0.5] * len(kept),
+        return Sample(row=row, ids=numpy.array(kept, numpy.int32), mask=numpy.ones(len(kept), bool),
+                      engine_logprobs=numpy.full(len(kept), -0.5, numpy.float32),
                       truncated=kept != ids, text=text[:len(kept)])
 
 
@@ -2517,9 +2515,9 @@ def test_a_game_by_hand(games, played):
     told = "\n[user\n{}]\n[assistant\n"
     for s, pieces in ((low, ["5]", told.format("hi"), "7]"]), (knows, ["7]"]),
                       (high, ["8]", told.format("lo"), "6]", told.format("hi"), "7]"])):
-        assert s.ids == [ord(c) for c in "".join(pieces)]
-        assert s.mask == [i % 2 == 0 for i, piece in enumerate(pieces) for _ in piece]
-        assert s.engine_logprobs == [-0.5 if sampled else 0.0 for sampled in s.mask]
+        assert s.ids.tolist() == [ord(c) for c in "".join(pieces)]
+        assert s.mask.tolist() == [i % 2 == 0 for i, piece in enumerate(pieces) for _ in piece]
+        assert s.engine_logprobs.tolist() == [-0.5 if sampled else 0.0 for sampled in s.mask]
         assert s.text == ("7" if s is knows else "".join(pieces)) and not s.truncated
         name = games("number")
         tries = len(pieces) // 2 + 1
@@ -2560,15 +2558,16 @@ def test_the_words_between_two_replies_are_those_of_the_chat_template(template, 
     text = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(words) == text.partition("x a")[2].removeprefix("]" * ended)
     if template != "thinking":    # whose template takes the thought out of what is past
-        assert grpo.tokenize({"prompt": [user("u")]}, tokenizer, Config()) + reply + words == (
-            tokenizer(text)["input_ids"])
+        first, special = grpo.prompt_text({"prompt": [user("u")]}, tokenizer, Config())
+        first = tokenizer(first, add_special_tokens=special)["input_ids"]
+        assert first + reply + words == tokenizer(text)["input_ids"]
 
 
 def test_a_reply_that_did_not_end_its_turn_is_ended(games, played):
     player = Player(["5"], guess_lower_or_higher, ends=False)
     [[s]], _ = played(games("number"), player, [{"top": 9, "secret": "7"}])
     assert player.tokenizer.decode(s.ids) == "5]\n[user\nhi]\n[assistant\n7"
-    assert s.mask == [True] + [False] * (len(s.ids) - 2) + [True]
+    assert s.mask.tolist() == [True] + [False] * (len(s.ids) - 2) + [True]
 
 
 @pytest.mark.parametrize("turns, reward, replies", [(1, 0, 1), (2, 0, 2), (3, 1 + 1 / 3, 3)])
@@ -2687,10 +2686,12 @@ def test_the_engine_gives_a_reply_the_room_that_is_left():
     class Llm:
         def generate(self, prompts, params, **_):
             self.given = [each["max_tokens"] for each in params]
-            return [SimpleNamespace(outputs=[])] * len(prompts)
-    fake = SimpleNamespace(llm=Llm(), limit=20, params=dict)
-    grpo.Engine.sample(fake, [Row(0, "", [1], {}), Row(1, "", [1] * 9, {}, read=8)], 1, 1.0, 0, "")
-    assert fake.llm.given == [20, 12]
+            return [SimpleNamespace(outputs=[i]) for i in range(len(prompts))]
+    fake = SimpleNamespace(llm=Llm(), limit=20, params=dict, to_sample=lambda row, i: (row.index, i))
+    rows = [Row(0, "", [1], {}), Row(1, "", [1] * 9, {}, read=8)]
+    groups = grpo.Engine.sample(fake, rows, 2, 1.0, 0, "")
+    assert fake.llm.given == [20, 20, 12, 12]
+    assert groups == [[(0, 0), (0, 1)], [(1, 2), (1, 3)]]
 
 
 def test_pass_at_k_counts_a_game_without_a_part_correct_as_wrong():
@@ -3844,7 +3845,7 @@ def some(completions):
     group = reward_group(("7", "8", "#### 7"))
     assert pool("correct:2", f"{length}:0.5", f"{some}:-1").score([group]) == []
     assert rewards_of([group]) == [[2 + 0.5 - 1, 0.5 - 1, 2 + 3.0]]    # None is left out of the sum
-    assert group[2].rewards == {"correct": 1.0, length: 6.0, some: None}
+    assert group[2].rewards == {"correct": 1.0, "parsable": 1.0, length: 6.0, some: None}
 
 
 def test_correct_is_a_metric_where_it_is_no_reward_and_there_are_answers(rules, pool):
@@ -3854,6 +3855,7 @@ def test_correct_is_a_metric_where_it_is_no_reward_and_there_are_answers(rules, 
     its_pool.score([group])
     assert rewards_of([group]) == [[1.0, None, None]]    # None: no reward applies
     assert [sample.rewards["correct"] for sample in group] == [1, 0, 1]
+    assert [sample.rewards["parsable"] for sample in group] == [1, 1, 1]
     unanswered = reward_group()
     unanswered[0].row.columns.pop("answer")
     its_pool.score([reward_group(), unanswered])
@@ -5151,9 +5153,9 @@ def without_engine(*flags) -> None:
     grpo.at_end(log.close)    # os._exit would lose what is in its buffer
     to_file = grpo.Run.log
 
-    def to_both(self, metrics):
+    def to_both(self, metrics, warnings):
         log.write(f"step {metrics['step']}\n")
-        to_file(self, metrics)
+        to_file(self, metrics, warnings)
     grpo.Run.log = to_both
     log.write("begun\n")
     sys.argv[1:] = flags
@@ -5326,7 +5328,8 @@ def test_a_finished_run_leaves_what_it_should(undisturbed, undisturbed_folder, s
     assert [m["step"] for m in metrics] == list(range(7))
     assert len(samples) == 6 * 16 + 4 * 4
     left = sorted(file.name for file in undisturbed_folder.iterdir() if file.name != ".lock")
-    assert left == ["checkpoint-4", "checkpoint-6", "config.json", "metrics.jsonl", "model", "samples.jsonl"]
+    assert left == ["checkpoint-4", "checkpoint-6", "config.json", "metrics.jsonl", "model", "report.html",
+                    "samples.jsonl"]
     assert "undisturbed holds this run, complete" in finish(start("undisturbed"))
     assert story(undisturbed_folder) == undisturbed
 
@@ -5786,13 +5789,13 @@ def padded_step(lm, optimizer, groups: list[list[Sample]]) -> None:
     """The usual way: every completion a row with its prompt, padded to the step's longest, logits of
     all positions."""
     samples = [s for group in groups for s in group]
-    longest = max(len(s.row.prompt_ids + s.ids) for s in samples)
+    longest = max(len(s.row.prompt_ids + s.ids.tolist()) for s in samples)
     for i in range(0, len(samples), 8):
         rows = samples[i:i + 8]
         ids = torch.zeros(len(rows), longest, dtype=torch.long)
         mask = torch.zeros(len(rows), longest, dtype=torch.long)
         for place, s in enumerate(rows):
-            full = torch.tensor(s.row.prompt_ids + s.ids)
+            full = torch.tensor(s.row.prompt_ids + s.ids.tolist())
             ids[place, :len(full)] = full
             mask[place, :len(full)] = 1
         with torch.autocast("cpu", torch.bfloat16):
