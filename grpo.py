@@ -70,6 +70,7 @@ class Config:
     temperature: float = 1.0    # of sampling and of all logprobs; a cut choice couldn't be matched
     dynamic_sampling_rounds: int = 1    # to fill the step with groups whose rewards differ (DAPO)
     vllm_gpu_memory_utilization: float = 0.3    # share of a GPU; on the CPU of RAM, for the cache
+    vllm_tensor_parallel_size: int = 1    # ranks, next to each other, that share one engine
     vllm_max_model_length: int | None = None    # default: longest prompt and completion together
     vllm_enable_sleep_mode: bool = True    # free vLLM's GPU memory while training
     vllm_enforce_eager: bool | None = None    # no compilation. Default: in short runs on the CPU
@@ -211,11 +212,7 @@ def train(cfg: Config, trainer: "Trainer") -> None:
             metrics |= update(groups, cfg, policy, trainer.reference, trainer.optimizer, state)
             trained = time.perf_counter()
             engine.load(policy)
-            loaded = time.perf_counter()
-            metrics |= {"time/sampling": sampled - start, "time/training": trained - sampled,
-                        "time/reload": loaded - trained, "time/step": loaded - start,
-                        "time/tokens_per_second": metrics["completion/tokens"] / (loaded - start),
-                        "time/peak_memory_gib": peak_memory_gib(engine)}
+            metrics |= costs(start, sampled, trained, metrics["completion/tokens"], engine)
             finish_step(cfg, trainer, groups, metrics)
     except Stopped:
         if state.step != saved_step:
@@ -439,6 +436,8 @@ def update(groups: list[Group], cfg: Config, policy: "Policy", reference: Callab
                     batch.tokens.old_logprobs = logprobs.detach()
                 tokens = replace(batch.tokens, logprobs=logprobs, entropy=entropy)
                 loss, metrics = policy_loss(tokens, cfg, state.beta)
+                # Copies of the shards (--fsdp-size) meet once an update.
+                policy.set_requires_all_reduce(batch is batches[-1])
                 # FSDP takes the mean of the ranks' gradients, and we want their sum.
                 (loss * dist.get_world_size()).backward()
                 measures.append(summed(metrics) | {"loss": loss.item()})
@@ -450,11 +449,8 @@ def update(groups: list[Group], cfg: Config, policy: "Policy", reference: Callab
                 weights_moved = True
             optimizer.zero_grad()
     bar.close()
-    result = update_metrics(measures, norms, planned * cfg.num_iterations)
-    result["policy/learning_rate"] = rate
-    if reference:
-        result["policy/beta"] = state.beta
-    return result
+    return update_metrics(measures, norms, planned * cfg.num_iterations) | {
+        "policy/learning_rate": rate, "policy/beta": state.beta}
 
 def pack_minibatches(groups: list[Group], cfg: Config, policy: "Policy",
                      reference: Callable | None) -> tuple[list[list["Batch"]], int]:
@@ -512,7 +508,8 @@ class Policy(nn.Module):
 
 # --- engine ---------------------------------------------------------------------------------------
 class Engine:
-    """vLLM inside this process, one on each rank, beside the model that trains."""
+    """vLLM inside this process, beside the model that trains: one on each rank, or one over every
+    vllm_tensor_parallel_size ranks, which then do the same."""
 
     def __init__(self, cfg: Config, model_config, tokenizer, stop_ids: list[int],
                  device: torch.device):
@@ -527,12 +524,12 @@ class Engine:
             SamplingParams, logprobs=0, flat_logprobs=True, stop_token_ids=stop_ids,
             stop=list(cfg.stop), include_stop_str_in_output=True, detokenize=bool(cfg.stop))
         self.limit = cfg.max_completion_length
+        self.ranks = cfg.vllm_tensor_parallel_size
 
     def sample(self, rows: list[Row], n: int, temperature: float, seed: int,
                phase: str) -> list[Group]:
         """n completions of each row's prompt; `seed` fixes the draw."""
-        # vLLM draws from this process's generators, there is no other state to keep: on the CPU
-        # from torch's, on GPUs a seed for each request from numpy's.
+        # vLLM draws from this process's generators: torch's, or numpy's for a seed a request.
         torch.manual_seed(seed)
         numpy.random.seed(seed % 2**32)
         if not rows:
@@ -583,14 +580,18 @@ def rollout(engine: Engine, pool: "RewardPool", rows: list[Row], n: int, tempera
             seed: int, phase: str) -> tuple[list[Group], int]:
     """Samples and scores this rank's share of the rows. Returns all ranks' groups, in the rows'
     order, and how many rewards failed on a completion: each rank then knows the whole step."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    share = rows[len(rows) * rank // world_size:len(rows) * (rank + 1) // world_size]
+    number, place = divmod(dist.get_rank(), engine.ranks)
+    engines = dist.get_world_size() // engine.ranks
+    share = rows[len(rows) * number // engines:len(rows) * (number + 1) // engines]
+    seed = seed * engines + number
     groups, failures = [], []
     STOPPING.phase = phase
-    with STOPPING.interruptible():
+    with STOPPING.interruptible(engine.ranks == 1):    # none leaves others alone in an engine
         STOPPING.break_off_if_told()    # by a signal that came before
-        groups = engine.sample(share, n, temperature, seed * world_size + rank, phase)
-        converse(groups, engine, pool, temperature, seed * world_size + rank, phase)
+        groups = engine.sample(share, n, temperature, seed, phase)
+        if place > 0:
+            groups = []    # the engine's first rank has them
+        converse(groups, engine, pool, temperature, seed, phase)
         failures = pool.score(groups)
     shares = gathered((groups, failures))
     stop_point()
@@ -841,7 +842,7 @@ ABOVE_0 = """max_prompt_length prompts_per_step max_completion_length dynamic_sa
     epsilon epsilon_high delta kl_target num_iterations num_minibatches
     vllm_importance_sampling_clip_max max_steps learning_rate max_grad_norm max_skipped_steps
     tokens_per_micro_batch ddp_timeout lora_alpha eval_steps save_steps save_total_limit
-    max_turns log_completions_steps""".split()
+    max_turns log_completions_steps vllm_tensor_parallel_size""".split()
 NOT_BELOW_0 = """eval_size reward_workers soft_overlong_share entropy_coef beta warmup_steps
     weight_decay adam_beta2 fsdp_size lora_rank log_kl_steps eval_num_generations seed""".split()
 
@@ -897,6 +898,8 @@ def joint_rules(cfg: Config, world_size: int) -> Iterator[tuple]:
     if cfg.fsdp_size:
         fits = world_size % cfg.fsdp_size == 0
         yield "fsdp_size", fits, f"must divide the {world_size} processes"
+    fits = world_size % cfg.vllm_tensor_parallel_size == 0
+    yield "vllm_tensor_parallel_size", fits, f"must divide the {world_size} processes"
     if cfg.delta is not None:
         clips = surrogate is clipped_surrogate
         yield "delta", clips, f"goes without --loss-type {cfg.loss_type}, which doesn't read it"
@@ -916,6 +919,8 @@ def joint_rules(cfg: Config, world_size: int) -> Iterator[tuple]:
         fits = cfg.reward == Config.reward
         yield "reward", fits, "goes without --environment, which returns the reward itself"
         yield "check_reward", cfg.check_reward is None, "goes without --environment"
+        fits = cfg.vllm_tensor_parallel_size == 1
+        yield "vllm_tensor_parallel_size", fits, "goes without --environment"
     if cfg.eval_only:
         yield "eval_only", cfg.eval_size > 0, "needs an --eval-size above 0"
     yield "vllm_max_model_length", cfg.max_length > cfg.max_completion_length, (
@@ -2191,6 +2196,14 @@ def update_metrics(measures: list[dict[str, float]], norms: list[float],
             result[f"policy/{name}"] = sum(values) / tokens
     return result
 
+def costs(start: float, sampled: float, trained: float, tokens: int, engine: Engine) -> dict:
+    """Seconds of the parts of a step that ends now, and memory."""
+    end = time.perf_counter()
+    return {"time/sampling": sampled - start, "time/training": trained - sampled,
+            "time/reload": end - trained, "time/step": end - start,
+            "time/tokens_per_second": tokens / (end - start),
+            "time/peak_memory_gib": peak_memory_gib(engine)}
+
 def peak_memory_gib(engine: Engine) -> float:
     """Of rank 0 so far; on a GPU what torch holds, without the memory of an engine that sleeps."""
     if engine.on_cpu:
@@ -2702,7 +2715,8 @@ def start_vllm(cfg: Config, model_config, on_cpu: bool):
     with reported_as("vLLM did not start (short of memory? --vllm-gpu-memory-utilization and "
                      "--vllm-max-model-length set what it takes)", ValueError, RuntimeError):
         return LLM(cfg.model_name_or_path, dtype=compute_dtype(cfg),
-                   seed=cfg.seed + dist.get_rank(), **options)
+                   seed=cfg.seed + dist.get_rank() // cfg.vllm_tensor_parallel_size,
+                   tensor_parallel_size=cfg.vllm_tensor_parallel_size, **options)
 
 def engine_options(cfg: Config, model_config, on_cpu: bool) -> dict[str, Any]:
     """What vLLM is told, beside model, dtype and seed. Raises UserError for vLLM's other build."""
@@ -2713,7 +2727,8 @@ def engine_options(cfg: Config, model_config, on_cpu: bool) -> dict[str, Any]:
     wanted, found = "cpu" if on_cpu else "cuda", current_platform.device_type
     require(found == wanted, f"--device: torch is to use the {wanted}, and this build of vLLM the "
             f"{found}")
-    sequences = cfg.prompts_per_step // dist.get_world_size() * cfg.num_generations
+    engines = dist.get_world_size() // cfg.vllm_tensor_parallel_size
+    sequences = cfg.prompts_per_step // engines * cfg.num_generations
     sequences = min(sequences, 256 if on_cpu else 1024)
     options = dict(
         distributed_executor_backend="external_launcher",    # in this process
@@ -2820,13 +2835,15 @@ class Stopping:
             self.breakable = False
             raise BrokenOff
 
-    def interruptible(self) -> "Stopping":
-        """`with STOPPING.interruptible():` a signal ends the block, on this rank only. The first
-        line of the block is break_off_if_told(), for a signal that came before it."""
+    def interruptible(self, alone: bool = True) -> "Stopping":
+        """`with STOPPING.interruptible():` a signal ends the block, on this rank only; not if it
+        isn't `alone` in it. The first line of the block is break_off_if_told(), for a signal that
+        came before it."""
+        self.alone = alone
         return self
 
     def __enter__(self) -> None:
-        self.breakable = True
+        self.breakable = self.alone
 
     def __exit__(self, kind, error, trace) -> bool:
         self.breakable = False

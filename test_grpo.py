@@ -4002,6 +4002,15 @@ def test_a_signal_breaks_off_the_block_and_nothing_else(stopping):
     assert done == ["before", "outside"] and stopping.signal == 15
 
 
+def test_a_signal_breaks_off_no_block_in_which_others_wait(stopping):
+    done = []
+    with stopping.interruptible(alone=False):
+        stopping.break_off_if_told()
+        stopping.hear(15, None)
+        done.append("after")
+    assert done == ["after"] and stopping.signal == 15
+
+
 def test_a_signal_outside_the_block_interrupts_nothing(stopping):
     stopping.hear(15, None)
     assert stopping.signal == 15
@@ -4963,6 +4972,22 @@ def test_a_run_comes_out_the_same_again(run_a, place):
 
 
 @needs_cpu_engine
+@pytest.mark.faults
+def test_two_ranks_share_an_engine(run_a, place):
+    """One engine over both, of half the heads and rows of weights on each, agrees with the trainer."""
+    out = run(place, RUN_A, "shared", "--max-steps", 2, "--vllm-tensor-parallel-size", 2, ranks=2)
+    _, *steps = lines(out / "metrics.jsonl")
+    for m in steps:    # the second by the weights that the first has moved
+        assert m["policy/engine_gap_max"] < 1e-3 and m["policy/updates"] == 4 and m["policy/grad_norm"] > 0
+    for step in (1, 2):
+        samples = samples_of(out, step, "train")
+        prompts = [s["prompt"] for s in samples]
+        assert prompts == [s["prompt"] for s in samples_of(run_a, step, "train")] and len(prompts) == 32
+        assert len({s["completion"] for s in samples}) > 24
+    assert samples_of(out, 0, "eval") == samples_of(run_a, 0, "eval")    # greedy, of the same weights
+
+
+@needs_cpu_engine
 def test_a_bf16_untied_run_with_many_other_flags(place):
     out = run(place, RUN_B, "b", ranks=1)
     first, *steps = lines(out / "metrics.jsonl")
@@ -5081,6 +5106,7 @@ class RandomLetters:
 
     def __init__(self, cfg, model_config, tokenizer, *args):
         self.tokenizer, self.limit = tokenizer, cfg.max_completion_length
+        self.ranks = cfg.vllm_tensor_parallel_size
 
     def load(self, policy):
         pass
@@ -5092,7 +5118,7 @@ class RandomLetters:
         held(phase)
         groups = []
         for row in rows:
-            draw = random.Random(f"{seed // dist.get_world_size()} {row.prompt_ids}")
+            draw = random.Random(f"{seed // (dist.get_world_size() // self.ranks)} {row.prompt_ids}")
             groups.append([])
             for _ in range(n):
                 longest = min(8, self.limit - row.read)
@@ -5371,6 +5397,16 @@ def test_a_stopped_run_goes_on_exactly(stops, undisturbed, start, place):
             assert (place / out / f"checkpoint-{step}" / "complete.json").exists()
         done = step
     assert f"going on after step {done}" in finish(start(out))
+    assert story(place / out) == undisturbed
+
+
+def test_ranks_that_share_an_engine_sample_the_same_run_and_stop_together(start, place, undisturbed):
+    out, flags = "shared_engine", "--vllm-tensor-parallel-size 2"
+    job = start(out, flags, hold="sampling:2")
+    for rank in job.ranks_held():
+        os.kill(rank, signal.SIGTERM)
+    assert job.end() == [143, 143] and "\nstopped after step 1" in job.said
+    assert "going on after step 1" in finish(start(out, flags))
     assert story(place / out) == undisturbed
 
 
