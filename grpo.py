@@ -2427,11 +2427,11 @@ def chart(title: str, curves: dict[str, list], marks: str) -> str:
                         for x, y in [points[0], *points])    # a single one, drawn twice, is a dot
         color = f'style="--c: var(--c{i % 6})"'
         marks += f'<polyline {color} points="{line}"/>'
-        ends = f"{curve[0][1]:.4g} → {curve[-1][1]:.4g}"
+        ends = f"{curve[0][1]:.3g} → {curve[-1][1]:.3g}"
         legend += f"<span {color}>{html.escape(name)}: {ends}</span>"
-    return f"""<figure><figcaption>{title}{legend}</figcaption><svg viewBox="-36 -6 340 120">
-<path d="M0 0H300M0 50H300M0 100H300"/>{marks}<text x="-4" y="3">{high:.4g}</text>
-<text x="-4" y="103">{low:.4g}</text><text x="300" y="113">step {last}</text></svg></figure>
+    return f"""<figure><figcaption>{title}{legend}</figcaption><svg viewBox="-40 -6 346 120">
+<path d="M0 0H300M0 50H300M0 100H300"/>{marks}<text x="-4" y="3">{high:.3g}</text>
+<text x="-4" y="103">{low:.3g}</text><text x="300" y="113">step {last}</text></svg></figure>
 """
 
 def table(title: str, columns: str, rows: list[dict]) -> str:
@@ -2468,7 +2468,7 @@ def report_page(folder: Path, max_steps: int) -> str:
     samples = read_samples(folder / "samples.jsonl")
     evals = samples["eval"]
     # Each evaluation has the same problems in the same order.
-    pairs = [new | {"before": old["completion"], "reward before": old["reward"]}
+    pairs = [new | {"completion before": old["completion"], "reward before": old["reward"]}
              for old, new in zip(*evals[:1], *evals[-1:])]
     pairs.sort(key=lambda row: (row["reward before"] or 0) - (row["reward"] or 0))
     trained = [row for rows in samples["train"][-1:] for row in rows]
@@ -2482,7 +2482,8 @@ def report_page(folder: Path, max_steps: int) -> str:
 {html.escape(" ".join(sys.argv[1:]))}</p><main>{charts}</main>
 """ + (table("Warnings, dashed above", "warning, what to do, begins at steps", begun)
        + table("Held-out problems that gained most and least",
-               "prompt, before, reward before, completion, reward", pairs[:3] + pairs[3:][-3:])
+               "prompt, completion before, reward before, completion, reward",
+               pairs[:3] + pairs[3:][-3:])
        + table("Best of the last training step", columns, trained[:-4:-1])
        + table("Worst", columns, trained[:3])
        + table("Most surprising: furthest from the mean of their group", columns, surprising[:3]))
