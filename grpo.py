@@ -2353,10 +2353,10 @@ REPORT_STYLE = """<meta name="viewport" content="width=device-width"><style>
   --soft: #97a2b4; --line: #2b3341; --warn: #fdb022; --c0: #60a5fa; --c1: #fb923c; --c2: #2dd4bf;
   --c3: #c084fc; --c4: #f472b6; --c5: #a3e635 } }
 body { margin: 0 auto; max-width: 1240px; padding: 24px; background: var(--page);
-  color: var(--ink); font: 14px/1.5 system-ui, sans-serif }
+  color: var(--ink); font: 14px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
 h1 { font-size: 22px; margin: 0 }
 h2 { font-size: 16px; margin: 28px 0 8px }
-p { color: var(--soft); margin: 2px 0 16px; overflow-wrap: anywhere }
+p { color: var(--soft); margin: 2px 0 16px }
 main { display: grid; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)); gap: 12px }
 figure, section { background: var(--card); border: 1px solid var(--line); border-radius: 8px }
 figure { margin: 0; padding: 12px; display: flex; flex-direction: column }
@@ -2371,11 +2371,11 @@ polyline { fill: none; stroke: var(--c); stroke-width: 1.6; stroke-linejoin: rou
 line { stroke: var(--warn); stroke-dasharray: 2 2 }
 text { fill: var(--soft); font-size: 9px; text-anchor: end }
 section { overflow-x: auto }
-table { border-collapse: collapse; width: 100% }
+table { border-collapse: collapse; width: 100%; min-width: 640px }
 th, td { padding: 8px 12px; text-align: left; vertical-align: top }
 td { border-top: 1px solid var(--line) }
-th { font-size: 12px; color: var(--soft) }
-div { white-space: pre-wrap; overflow: auto; overflow-wrap: anywhere; max-height: 16em }
+th { font-size: 12px; color: var(--soft); overflow-wrap: normal }
+div { white-space: pre-wrap; overflow: auto; min-width: 5em; max-height: 16em }
 </style>"""
 
 def read_metrics(file: Path) -> tuple[dict, dict]:
@@ -2461,7 +2461,7 @@ def report_page(folder: Path, max_steps: int) -> str:
     marks, begun = "", []
     for warning, (advice, steps) in warned.items():
         begun.append({"warning": warning, "what to do": advice, "begins at steps": f"{steps}"})
-        for x in steps[:20]:
+        for x in steps[:20]:    # more would hide the curves
             marks += f"""<line transform="translate({300 * x / step:.1f})" y2="100">
 <title>{html.escape(warning)}</title></line>"""
     charts = "".join(chart(title, curves, marks) for title in CHARTS)

@@ -5563,7 +5563,7 @@ def test_a_finished_run_leaves_what_it_should(undisturbed, undisturbed_folder, s
     assert len(samples) == 6 * 16 + 4 * 4
     left = sorted(file.name for file in undisturbed_folder.iterdir() if file.name != ".lock")
     assert left == ["checkpoint-4", "checkpoint-6", "config.json", "metrics.jsonl", "model", "report.html",
-                    "samples.jsonl"]
+                    "samples.jsonl", "start.json"]
     assert "step 6</text>" in (undisturbed_folder / "report.html").read_text()
     assert "undisturbed holds this run, complete" in finish(start("undisturbed"))
     assert story(undisturbed_folder) == undisturbed
