@@ -1898,8 +1898,9 @@ class Run:
         found = gathered(file.stat().st_mtime_ns if file.exists() else None)
         require(len(set(found)) == 1, f"--output-dir {folder} is not the same folder on all "
                 "machines: name one on a file system that they share")
-        # Another run in a folder of this name is another run to a logger too.
-        self.name = f"{self.folder.resolve().name}-{found[0] // 10**9}"
+        # For loggers, which take only some characters: another run in a folder of this name is
+        # another run to them too.
+        self.name = re.sub(r"[^\w.-]", "-", f"{self.folder.resolve().name}-{found[0] // 10**9}")
 
     def claim(self) -> None:
         """Makes the folder, or finds the same run in it. Raises UserError naming what differs."""
@@ -1937,9 +1938,10 @@ class Run:
         if not self.is_writer:
             return
         for name in self.cfg.report_to:
-            with reported_as(f"--report-to {name} can't start", Exception):
-                with reported_as(f"pip install {name}", ImportError):
-                    self.loggers[name] = start_logger(name, self)
+            complaint = f"--report-to {name} can't start"
+            with (reported_as(complaint, Exception),
+                  reported_as(f"pip install {name}", ImportError)):
+                self.loggers[name] = start_logger(name, self)
 
     def log(self, metrics: dict[str, Any], warnings: dict[str, str]) -> None:
         """A step's metrics, once it is evaluated, and what holds of it: to the file, --report-to
@@ -1973,7 +1975,7 @@ class Run:
             return
         with self.costs_a_warning("report.html"):
             file = self.folder / "report.new"
-            file.write_text(report_page(self.folder, self.cfg), "utf-8", "replace")
+            file.write_text(report_page(self.folder, self.cfg.max_steps), "utf-8", "replace")
             file.rename(file.with_suffix(".html"))
 
     def write(self, file: str, rows: list[dict]) -> None:
@@ -1993,7 +1995,7 @@ class Run:
             yield
         except Exception as e:
             if what not in self.warned_of:
-                say(f"warning: {self.folder}: {what} can't be written: {e}; the run goes on")
+                say(f"warning: {self.folder}: {what} can't be written: {e!r:.300}; the run goes on")
             self.warned_of.add(what)
 
     def file_sizes(self) -> dict[str, int]:
@@ -2332,7 +2334,7 @@ def start_logger(name: str, run: Run) -> Callable:
         def send(metrics: dict[str, float], step: int) -> None:
             for metric, value in metrics.items():
                 writer.add_scalar(metric, value, step)
-            writer.flush()    # a killed run goes on after what is written
+            writer.flush()    # else a killed run's last minutes are lost
         return send
     package = importlib.import_module(name)
     options = {"id": run.name, "dir": run.folder} if name == "wandb" else {}
@@ -2344,11 +2346,11 @@ def start_logger(name: str, run: Run) -> Callable:
 CHARTS = {    # the metrics in each
     "Reward": r"reward/(?!(std|group_std|zero_std_groups|advantage_std|failures)$).*|eval/.*reward",
     "Held-out accuracy": r"eval/.*(accuracy|pass@\d+)",
-    "Shares": "completion/(distinct|truncated)|reward/zero_std_groups",
+    "Shares": r"completion/(distinct|truncated)|reward/zero_std_groups|eval/.*repetition",
     "Entropy, nats": "policy/entropy",
-    "Length, tokens": "completion/length_mean",
-    "KL to the reference, nats": "policy/kl",
-    "Between vLLM and trainer, nats": "policy/engine_gap_mean",
+    "Length, tokens": r"completion/length_mean|eval/.*length_mean",
+    "KL to the model as it started, nats": "policy/kl|eval/kl",
+    "Gap between vLLM and trainer, nats": "policy/engine_gap_mean",
     "Seconds a step": "time/(step|sampling|training|reload)",
 }
 REPORT_STYLE = """<meta name="viewport" content="width=device-width"><style>
@@ -2359,10 +2361,10 @@ REPORT_STYLE = """<meta name="viewport" content="width=device-width"><style>
   --soft: #97a2b4; --line: #2b3341; --warn: #fdb022; --c0: #60a5fa; --c1: #fb923c; --c2: #2dd4bf;
   --c3: #c084fc; --c4: #f472b6; --c5: #a3e635 } }
 body { margin: 0 auto; max-width: 1240px; padding: 24px; background: var(--page);
-  color: var(--ink); font: 14px/1.5 system-ui, sans-serif }
+  color: var(--ink); font: 14px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
 h1 { font-size: 22px; margin: 0 }
 h2 { font-size: 16px; margin: 28px 0 8px }
-p { color: var(--soft); margin: 2px 0 16px; overflow-wrap: anywhere }
+p { color: var(--soft); margin: 2px 0 16px }
 main { display: grid; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)); gap: 12px }
 figure, section { background: var(--card); border: 1px solid var(--line); border-radius: 8px }
 figure { margin: 0; padding: 12px; display: flex; flex-direction: column }
@@ -2377,124 +2379,122 @@ polyline { fill: none; stroke: var(--c); stroke-width: 1.6; stroke-linejoin: rou
 line { stroke: var(--warn); stroke-dasharray: 2 2 }
 text { fill: var(--soft); font-size: 9px; text-anchor: end }
 section { overflow-x: auto }
-table { border-collapse: collapse; width: 100% }
+table { border-collapse: collapse; width: 100%; min-width: 640px }
 th, td { padding: 8px 12px; text-align: left; vertical-align: top }
 td { border-top: 1px solid var(--line) }
-th { font-size: 12px; color: var(--soft) }
-div { white-space: pre-wrap; overflow: auto; overflow-wrap: anywhere; max-height: 16em }
+th { font-size: 12px; color: var(--soft); overflow-wrap: normal }
+div { white-space: pre-wrap; overflow: auto; min-width: 5em; max-height: 16em }
 </style>"""
 
-def read_samples(file: Path) -> tuple[list[dict], list[dict]]:
-    """Of samples.jsonl the evaluation before the first step, and the last step: of the last 16 MiB,
-    so that a long run's file isn't read."""
-    if not file.exists():
-        return [], []
-    with open(file, "rb") as f:
-        first = list(itertools.takewhile(lambda row: row["step"] == 0, map(json.loads, f)))
-        start = max(0, file.stat().st_size - 2**24)
-        f.seek(start)
-        lines = f.readlines()
-    if start:
-        del lines[0]    # the rest of a line
-    last = [json.loads(line) for line in lines]
-    return first, [row for row in last if row["step"] == last[-1]["step"]]
+def read_metrics(file: Path) -> tuple[dict, dict]:
+    """Of metrics.jsonl each metric's (step, value); and of each warning its first advice and the
+    steps in which it began."""
+    curves, warned, held = {}, {}, {}
+    for line in file.read_bytes().splitlines():
+        metrics = json.loads(line)
+        step = metrics["step"]
+        found = metrics.pop("warnings", {})
+        for warning, advice in found.items():
+            _, steps = warned.setdefault(warning, (advice, []))
+            if warning not in held:
+                steps.append(step)
+        held = found
+        for name, value in metrics.items():
+            if value is not None:
+                curves.setdefault(name, []).append((step, value))
+    return curves, warned
 
-def table(title: str, heads: str, rows: list[list]) -> str:
-    """Texts and numbers as HTML, each cut at 4000 characters. Nothing without rows."""
-    if not rows:
-        return ""
-    body = ""
-    for row in rows:
-        body += "<tr>"
-        for cell in row:
-            if isinstance(cell, list):    # chat messages
-                cell = "\n\n".join(f"{m['role']}: {m['content']}" for m in cell)
-            text = str(cell)
-            body += f"<td><div>{html.escape(text[:4000])}</div>"
-            if len(text) > 4000:
-                body += f"and {len(text) - 4000} characters more"
-    return f"<h2>{title}</h2><section><table><tr>{heads}{body}</table></section>"
+def read_samples(file: Path) -> dict[str, list]:
+    """Of samples.jsonl, which may be long, what is in its first 16 and its last 64 MiB: by split, a
+    list of the rows of each step."""
+    found = {"eval": {}, "pass@k": {}, "train": {}}
+    if file.exists():
+        with open(file, "rb") as f:
+            lines = f.readlines(2**24)
+            f.seek(max(f.tell(), file.stat().st_size - 2**26))
+            lines += f
+        for line in lines:
+            if line.startswith(b'{"step": '):    # or else it is the rest of one
+                row = json.loads(line)
+                found[row["split"]].setdefault(row["step"], []).append(row)
+    return {split: list(steps.values()) for split, steps in found.items()}
 
 def chart(title: str, curves: dict[str, list], marks: str) -> str:
-    """The curves of a chart, lists of (step, value), as HTML: in about 500 points, each the mean
-    of as many as that takes. Nothing without curves."""
+    """The curves of a chart as HTML, each in at most 500 points, means of neighbours. Nothing
+    without curves."""
     chosen = {name: curves[name] for name in sorted(curves) if re.fullmatch(CHARTS[title], name)}
     if not chosen:
         return ""
     values = [0, *(value for curve in chosen.values() for _, value in curve)]
     low, high = min(values), max(values)
-    last = curves["step"][-1][0]
+    last, _ = curves["step"][-1]
     legend = ""
     for i, (name, curve) in enumerate(chosen.items()):
-        stride = len(curve) // 500 + 1
-        parts = [curve[j:j + stride] for j in range(0, len(curve), stride)]
-        line = ""
-        for part in [curve[:1], *parts]:    # a single point, drawn twice, is a dot
-            x, y = numpy.mean(part, 0)
-            line += f"{300 * x / max(1, last):.1f},{100 * (high - y) / (high - low or 1):.1f} "
+        points = [part.mean(0) for part in numpy.array_split(curve, min(len(curve), 500))]
+        line = " ".join(f"{300 * x / max(1, last):.1f},{100 * (high - y) / (high - low or 1):.1f}"
+                        for x, y in [points[0], *points])    # a single one, drawn twice, is a dot
         color = f'style="--c: var(--c{i % 6})"'
         marks += f'<polyline {color} points="{line}"/>'
-        legend += (f"<span {color}>{html.escape(name)}: {curve[0][1]:.4g} → {curve[-1][1]:.4g}"
-                   "</span>")
-    return f"""<figure><figcaption>{title}{legend}</figcaption><svg viewBox="-36 -6 340 120">
-<path d="M0 0H300M0 50H300M0 100H300"/>{marks}<text x="-4" y="3">{high:.4g}</text>
-<text x="-4" y="103">{low:.4g}</text><text x="300" y="113">step {last}</text></svg></figure>
+        ends = f"{curve[0][1]:.3g} → {curve[-1][1]:.3g}"
+        legend += f"<span {color}>{html.escape(name)}: {ends}</span>"
+    return f"""<figure><figcaption>{title}{legend}</figcaption><svg viewBox="-40 -6 346 120">
+<path d="M0 0H300M0 50H300M0 100H300"/>{marks}<text x="-4" y="3">{high:.3g}</text>
+<text x="-4" y="103">{low:.3g}</text><text x="300" y="113">step {last}</text></svg></figure>
 """
 
-def read_metrics(file: Path) -> tuple[dict[str, list], dict[str, list[int]], dict[str, str]]:
-    """Of metrics.jsonl each metric's (step, value), the steps in which each warning began, and the
-    advice beside it."""
-    curves, starts, advice, held = {}, {}, {}, {}
-    for line in file.read_bytes().splitlines():
-        metrics = json.loads(line)
-        step = metrics["step"]
-        found = metrics.pop("warnings", {})
-        for warning in found:
-            if warning not in held:
-                starts.setdefault(warning, []).append(step)
-        advice |= found
-        held = found
-        for name, value in metrics.items():
-            if value is not None:
-                curves.setdefault(name, []).append((step, value))
-    return curves, starts, advice
+def table(title: str, columns: str, rows: list[dict]) -> str:
+    """Texts, numbers and chat messages as HTML. Nothing without rows."""
+    if not rows:
+        return ""
+    names = columns.split(", ")
+    body = "".join(f"<th>{name}" for name in names)
+    for row in rows:
+        body += "<tr>"
+        for name in names:
+            cell = row[name]
+            text = str(cell)
+            if isinstance(cell, float):
+                text = f"{cell:.3g}"
+            if isinstance(cell, list):
+                text = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in cell)
+            if len(text) > 4000:
+                text = f"{text:.4000} [and {len(text) - 4000} characters]"
+            body += f"<td><div>{html.escape(text)}</div>"
+    return f"<h2>{title}</h2><section><table><tr>{body}</table></section>"
 
-def report_page(folder: Path, cfg: Config) -> str:
+def report_page(folder: Path, max_steps: int) -> str:
     """The run so far as a page of HTML, read back from its files."""
-    curves, starts, advice = read_metrics(folder / "metrics.jsonl")
+    curves, warned = read_metrics(folder / "metrics.jsonl")
     step, seconds = curves["time/elapsed"][-1]
-    marks = ""
-    for warning, steps in starts.items():
-        for x in steps[:20]:
+    marks, begun = "", []
+    for warning, (advice, steps) in warned.items():
+        begun.append({"warning": warning, "what to do": advice, "begins at steps": f"{steps}"})
+        for x in steps[:20]:    # more would hide the curves
             marks += f"""<line transform="translate({300 * x / step:.1f})" y2="100">
 <title>{html.escape(warning)}</title></line>"""
     charts = "".join(chart(title, curves, marks) for title in CHARTS)
-    warned = [[warning, advice[warning], f"{steps}".strip("[]")]
-              for warning, steps in starts.items()]
-    first, last = read_samples(folder / "samples.jsonl")
-    before = {str(row["prompt"]): row for row in first if row["split"] == "eval"}
-    pairs = []
-    for row in last:
-        old = before.get(str(row["prompt"]))
-        if old and row["split"] == "eval":
-            pairs.append([row["prompt"], old["completion"], old["reward"], row["completion"],
-                          row["reward"]])
-    pairs.sort(key=lambda pair: (pair[2] or 0) - (pair[4] or 0))
-    scored = [[row["prompt"], row["completion"], row["reward"], row["split"]]
-              for row in last if row["reward"] is not None]
-    scored.sort(key=lambda row: -row[2])
-    flags = [f"--{name.replace('_', '-')} {value}" for name, value in asdict(cfg).items()
-             if value != getattr(Config, name)]
-    about = html.escape(f"{cfg.model_name_or_path} on {cfg.dataset}: step {step} of "
-                        f"{cfg.max_steps}")
+    samples = read_samples(folder / "samples.jsonl")
+    evals = samples["eval"]
+    # Each evaluation has the same problems in the same order.
+    pairs = [new | {"completion before": old["completion"], "reward before": old["reward"]}
+             for old, new in zip(*evals[:1], *evals[-1:])]
+    pairs.sort(key=lambda row: (row["reward before"] or 0) - (row["reward"] or 0))
+    trained = [row for rows in samples["train"][-1:] for row in rows]
+    random.Random(step).shuffle(trained)    # equal ones shouldn't all be of one prompt
+    trained.sort(key=lambda row: row["reward"] or 0)
+    surprising = sorted(trained, key=lambda row: -abs(row["advantage"]))
+    name = html.escape(folder.name)
+    columns = "prompt, completion, reward, advantage"
     return f"""<!doctype html><html lang="en"><meta charset="utf-8">{REPORT_STYLE}
-<title>{html.escape(folder.name)}</title><h1>{html.escape(folder.name)}</h1>
-<p>{about}, {seconds / 60:.1f} minutes<br>{html.escape(" ".join(flags))}</p><main>{charts}</main>
-""" + (table("Warnings", "<th>warning<th>what to do<th>it began at steps", warned)
-       + table(f"Held-out problems that gained most and least by step {step}",
-               "<th>problem<th>before<th>reward<th>after<th>reward", pairs[:3] + pairs[3:][-3:])
-       + table(f"Best and worst completions of step {step}",
-               "<th>prompt<th>completion<th>reward<th>split", scored[:3] + scored[3:][-3:]))
+<title>{name}</title><h1>{name}</h1><p>Step {step} of {max_steps}, {seconds / 60:.1f} minutes<br>
+{html.escape(" ".join(sys.argv[1:]))}</p><main>{charts}</main>
+""" + (table("Warnings, dashed above", "warning, what to do, begins at steps", begun)
+       + table("Held-out problems that gained most and least",
+               "prompt, completion before, reward before, completion, reward",
+               pairs[:3] + pairs[3:][-3:])
+       + table("Best of the last training step", columns, trained[:-4:-1])
+       + table("Worst", columns, trained[:3])
+       + table("Most surprising: furthest from the mean of their group", columns, surprising[:3]))
 
 # --- ends of steps --------------------------------------------------------------------------------
 def finish_step(cfg: Config, trainer: "Trainer", groups: list[Group], metrics: dict) -> None:

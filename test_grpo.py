@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from dataclasses import fields, replace
 from decimal import Decimal
 from pathlib import Path
@@ -1064,16 +1065,17 @@ CALM = {"step": 2, "reward/mean": 0.0, "reward/std": 0.0, "reward/zero_std_group
 def test_a_warning_is_said_in_the_step_in_which_it_begins(change, words, capsys):
     [[first]] = make_groups([(1, [1])])
     first.text = "It is 7."
-    [found] = grpo.show_warnings([CALM | change], first, Config(), [])
+    found = grpo.show_warnings([CALM | change], first, Config(), {})
+    assert len(found) == 1
     assert re.search(f"warning: step {change.get('step', 2)}: .*{words}", capsys.readouterr().out)
-    assert grpo.show_warnings([CALM | change], first, Config(), [found]) == [found]    # it holds on
+    assert grpo.show_warnings([CALM | change], first, Config(), found) == found    # it holds on
     assert capsys.readouterr().out == ""
 
 
 def test_a_calm_step_warns_of_nothing(capsys):
     [[first]] = make_groups([(1, [1])])
-    assert grpo.show_warnings([CALM], first, Config(), ["an older warning"]) == []
-    assert grpo.show_warnings([CALM | {"step": 3, "reward/mean": 0.1}], first, Config(), []) == []
+    assert grpo.show_warnings([CALM], first, Config(), {"an older warning": "do this"}) == {}
+    assert grpo.show_warnings([CALM | {"step": 3, "reward/mean": 0.1}], first, Config(), {}) == {}
     assert capsys.readouterr().out == ""
 
 
@@ -1129,12 +1131,12 @@ def test_a_spike_of_the_gradient_is_told():
 def test_a_trend_is_told_once_there_are_20_steps_and_of_what_was_measured(capsys):
     [[first]] = make_groups([(1, [1])])
     steps = history({"completion/truncated": (0.1, 0.3)})
-    assert grpo.show_warnings(steps[:19], first, Config(), []) == []
+    assert grpo.show_warnings(steps[:19], first, Config(), {}) == {}
     for metrics in steps:    # no update in any of them
         for name in [name for name in metrics if name.startswith(("policy/", "eval/"))]:
             del metrics[name]
         metrics["policy/grad_norm"] = 0.0
-    assert grpo.show_warnings(steps, first, Config(), []) == ["more completions are cut"]
+    assert [*grpo.show_warnings(steps, first, Config(), {})] == ["more completions are cut"]
     assert "warning: step 20: more completions are cut: raise" in capsys.readouterr().out
 
 
@@ -4862,6 +4864,240 @@ def test_completions_are_written_every_so_many_steps_and_those_of_evaluations_al
         (3, "a"), (3, "bb"), (3, "ccc"), (6, "a"), (6, "bb"), (6, "ccc")]
 
 
+# --- the report and loggers
+
+def metrics_at(step: int, value: float = 0.0, **more) -> dict:
+    return {"step": step, "reward/mean": value, "time/elapsed": 60.0 * step, **more}
+
+
+def sample_at(step: int, split: str, completion: str, reward, advantage=0.0, prompt="1 + 1?") -> dict:
+    return {"step": step, "split": split, "prompt": prompt, "completion": completion, "reward": reward,
+            "rewards": {}, "advantage": advantage}
+
+
+def page_of(folder: Path, metrics: list[dict], samples: list[dict]) -> str:
+    write_lines(folder / "metrics.jsonl", metrics)
+    write_lines(folder / "samples.jsonl", samples)
+    return grpo.report_page(folder, 8)
+
+
+def figures(page: str) -> dict[str, str]:
+    """Of each chart its HTML, by its title."""
+    return dict(re.findall("<figure><figcaption>(.*?)<(.*?)</figure>", page, re.DOTALL))
+
+
+def tables(page: str) -> dict[str, list[list[str]]]:
+    """Of each table its rows' texts, by its title."""
+    found = re.findall("<h2>(.*?)</h2>(.*?)</table>", page, re.DOTALL)
+    return {title: [re.findall("<div>(.*?)</div>", row, re.DOTALL) for row in body.split("<tr>")[2:]]
+            for title, body in found}
+
+
+def test_a_report_draws_each_curve_to_scale(tmp_path):
+    page = page_of(tmp_path, [
+        metrics_at(0, None, **{"eval/accuracy": 0.25}), metrics_at(1, 0.5, **{"reward/std": 9.0}),
+        metrics_at(2, -0.5), metrics_at(4, 1.5, **{"eval/accuracy": 0.75, "eval/kl": 0.1, "policy/kl": None})], [])
+    assert "Step 4 of 8, 4.0 minutes" in page and tables(page) == {}
+    charts = figures(page)
+    assert [*charts] == ["Reward", "Held-out accuracy", "KL to the model as it started, nats"]
+    # Of 4 steps 300 wide, and 2 from the lowest to the highest 100 high: y is counted down.
+    assert 'points="75.0,50.0 75.0,50.0 150.0,100.0 300.0,0.0"' in charts["Reward"]
+    assert "reward/mean: 0.5 → 1.5" in charts["Reward"] and "reward/std" not in page
+    assert 'points="0.0,66.7 0.0,66.7 300.0,0.0"' in charts["Held-out accuracy"]    # from 0
+    assert 'points="300.0,0.0 300.0,0.0"' in charts["KL to the model as it started, nats"]    # a dot
+
+
+def test_a_report_has_a_chart_for_what_a_run_logs(tmp_path):
+    names = """reward/correct reward/parsable eval/reward eval/accuracy eval/sums/accuracy eval/sums/pass@8
+        completion/distinct completion/truncated eval/repetition reward/zero_std_groups policy/entropy
+        completion/length_mean eval/length_mean policy/kl eval/kl policy/engine_gap_mean time/step time/sampling
+        time/training time/reload""".split()
+    charts = figures(page_of(tmp_path, [metrics_at(1, **dict.fromkeys(names, 1.0))], []))
+    assert [*charts] == [*grpo.CHARTS]
+    assert sorted(re.findall(r">([^\s>]+): 1 → 1<", "".join(charts.values()))) == sorted(names)
+
+
+def test_a_warning_is_drawn_at_the_steps_in_which_it_begins(tmp_path):
+    held = [{}, {"<KL>": "raise it"}, {"<KL>": "again"}, {}, {"<KL>": "again", "cut": "b"}]
+    page = page_of(tmp_path, [metrics_at(i, 0.0, warnings=found) for i, found in enumerate(held)], [])
+    assert tables(page) == {"Warnings, dashed above": [["&lt;KL&gt;", "raise it", "[1, 4]"], ["cut", "b", "[4]"]]}
+    marks = re.findall(r'translate\((.*?)\)" y2="100">\s*<title>(.*?)</title>', figures(page)["Reward"])
+    assert marks == [("75.0", "&lt;KL&gt;"), ("300.0", "&lt;KL&gt;"), ("300.0", "cut")]
+
+
+def test_a_report_shows_completions_to_read(tmp_path):
+    chat = [{"role": "user", "content": "<1>"}, {"role": "tool", "content": None}]
+    page = page_of(tmp_path, [metrics_at(4)], [
+        *(sample_at(0, "eval", f"old {i}", reward) for i, reward in enumerate([0.0, 1.0, None])),
+        *(sample_at(3, "train", "of step 3", 9.0, 9.0) for _ in range(9)),
+        *(sample_at(4, "eval", f"new {i}", reward) for i, reward in enumerate([1 / 3, 0.0, 2.0])),
+        sample_at(4, "pass@k", "sampled", 9.0),
+        sample_at(4, "train", "right", 1.0, 1.0, chat), sample_at(4, "train", "lone", 0.5, -3.0),
+        sample_at(4, "train", "x" * 4001, 0.0, 0.0), sample_at(4, "train", "<wrong>", -1.0, -0.5),
+        sample_at(4, "train", "unasked", None)])
+    gains, best, worst, surprising = tables(page).values()
+    assert gains == [["1 + 1?", "old 2", "None", "new 2", "2"], ["1 + 1?", "old 0", "0", "new 0", "0.333"],
+                     ["1 + 1?", "old 1", "1", "new 1", "0"]]
+    assert [row[1] for row in best[:2]] == ["right", "lone"] and best[0][0] == "user: &lt;1&gt;\ntool: None"
+    assert worst[0] == ["1 + 1?", "&lt;wrong&gt;", "-1", "-0.5"]
+    assert [row[1] for row in surprising] == ["lone", "right", "&lt;wrong&gt;"]
+    assert f"<div>{'x' * 4000} [and 1 characters]</div>" in page
+    assert not re.search("https?:", page)    # it needs nothing else
+
+
+def test_a_report_of_a_long_run_is_small_and_reads_the_ends_of_its_samples(tmp_path):
+    names = ["policy/entropy", "policy/kl", "eval/kl", "time/step", "completion/length_mean", "completion/distinct"]
+    parts = {f"reward/part{i}": 0.25 for i in range(9)}
+    rows = [metrics_at(i, i % 20 / 19, **dict.fromkeys(names, i / 7), **parts) for i in range(1, 10_001)]
+    for row in rows[::2]:
+        row["warnings"] = {f"warning {i}": "advice" for i in range(17)}
+    train = [sample_at(i // 8, "train", "word " * 2000, 1.0) for i in range(9_000)]    # 90 MB
+    page = page_of(tmp_path, rows, [sample_at(0, "eval", "old", 0.0), *train, sample_at(10_000, "eval", "new", 1.0)])
+    assert 100_000 < len(page.encode()) < 2 * 10**6
+    [line] = re.findall('points="(.*?)"', figures(page)["Entropy, nats"])
+    points = [tuple(map(float, point.split(","))) for point in line.split()]
+    assert len(points) == 501 and points[0] == points[1] == (0.3, 99.9)    # of steps 1 to 20, at 10.5 of 10,000
+    means = re.findall('--c0.*?points="(.*?)"', figures(page)["Reward"].partition("<svg")[2])[0].split()
+    assert len(means) == 501 and {point.split(",")[1] for point in means} == {"50.0"}    # of 20 steps, from 0 to 1
+    assert [row[1::2] for row in tables(page)["Held-out problems that gained most and least"]] == [["old", "new"]]
+    assert len(tables(page)["Worst"]) == 3
+
+
+def test_a_report_is_written_beside_and_its_fault_costs_a_warning(unlocked, tmp_path, capsys):
+    run = grpo.Run(Config(output_dir=str(tmp_path)))
+    run.log(metrics_at(0, math.nan), {})
+    state = State(file_sizes=run.file_sizes())
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1, "x')    # a run killed while it wrote
+    run = grpo.Run(Config(output_dir=str(tmp_path)))
+    for _ in range(2):
+        run.write_report()
+    out = capsys.readouterr().out
+    assert out.count("report.html can't be written: JSONDecodeError") == 1 and out.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()
+    run.rewind(state)    # which comes first in a run
+    run.write_samples([reward_group(["half a pair \ud800"])], 0, "eval")
+    run.log(metrics_at(1, 0.5, **{"time/left": 0.0, "time/step": 1.0, "time/tokens_per_second": 1.0,
+                                  "completion/length_mean": 1.0}), {"cut": "advice"})
+    run.write_report()
+    page = (tmp_path / "report.html").read_text()
+    assert "Step 1 of 70" in page and "half a pair ?" in page and "<title>cut</title>" in page
+    assert lines(tmp_path / "metrics.jsonl")[1]["warnings"] == {"cut": "advice"}
+    assert "can't" not in capsys.readouterr().out and not list(tmp_path.glob("*.new"))
+
+
+LOGGER = """
+calls = []
+def init(**options):
+    calls.append(("init", options))
+def log(metrics, step):
+    calls.append(("log", metrics, step))
+    if step > 1:
+        raise OSError
+def finish():
+    calls.append(("finish",))
+"""
+TENSORBOARD = """
+import pathlib
+calls = []
+class SummaryWriter:
+    def __init__(self, folder):
+        calls.append(("init", folder))
+    def add_scalar(self, *call):
+        calls.append(call)
+    def flush(self):
+        calls.append(("flush",))
+    def close(self):
+        calls.append(("close",))
+"""
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Stand-ins for the loggers' packages."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    for name, text in (("wandb", LOGGER), ("trackio", LOGGER)):
+        (folder / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.delenv(f"{name.upper()}_PROJECT", raising=False)
+    tensorboard = types.ModuleType("torch.utils.tensorboard")
+    exec(TENSORBOARD, vars(tensorboard))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    yield
+    for name in ("wandb", "trackio"):
+        sys.modules.pop(name, None)
+
+
+def logged_run(folder: Path, *names) -> grpo.Run:
+    run = grpo.Run(Config(output_dir=str(folder), report_to=names))
+    run.start_loggers()
+    return run
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_run_is_reported_and_goes_on_as_the_same_run(name, packages, ends, unlocked, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run: one"
+    first = logged_run(folder, name)
+    (folder / "metrics.jsonl").touch()    # it has begun
+    again = logged_run(folder, name)
+    other = logged_run(tmp_path / "other" / "run: one", name)
+    calls = sys.modules[name].calls
+    options = [options for _, options in calls]
+    assert options[0] == options[1] and options[0]["resume"] == "allow" and options[0]["project"] == "grpo"
+    assert re.fullmatch(r"run--one-\d+", options[0]["name"]) and options[0]["config"]["seed"] == 0
+    if name == "wandb":
+        assert options[0]["id"] == options[0]["name"] and options[0]["dir"] == folder
+    monkeypatch.setenv(f"{name.upper()}_PROJECT", "mine")
+    logged_run(folder, name)
+    assert calls.pop()[1]["project"] == "mine"
+    calls.clear()
+    again.log({"step": 0, "reward/mean": math.nan, "eval/reward": 0.5}, {"a": "warning"})
+    assert calls == [("log", {"step": 0, "eval/reward": 0.5}, 0)]    # what was measured
+    said = {"time/left": 0.0, "time/step": 1.0, "time/tokens_per_second": 1.0, "completion/length_mean": 1.0}
+    for step in (2, 3):
+        again.log(metrics_at(step, **said), {})
+    assert capsys.readouterr().out.count(f"{name} can't be written: OSError()") == 1
+    assert [m["step"] for m in lines(folder / "metrics.jsonl")] == [0, 2, 3]
+    calls.clear()
+    grpo.close()
+    assert calls == [("finish",)] * 4    # of each start
+
+
+def test_tensorboard_gets_each_metric_and_is_closed(packages, ends, unlocked, tmp_path):
+    run = logged_run(tmp_path / "run", "tensorboard")
+    run.log({"step": 0, "eval/reward": 0.5, "policy/kl": None}, {})
+    calls = sys.modules["torch.utils.tensorboard"].calls
+    assert calls == [("init", tmp_path / "run" / "tensorboard"), ("step", 0, 0), ("eval/reward", 0.5, 0), ("flush",)]
+    grpo.close()
+    assert calls[-1] == ("close",)
+
+
+@pytest.mark.parametrize("name, module", [("wandb", "wandb"), ("trackio", "trackio"),
+                                          ("tensorboard", "torch.utils.tensorboard")])
+def test_a_logger_that_is_not_installed_is_one_line(name, module, unlocked, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)    # as if it were not there
+    with pytest.raises(UserError, match=rf"^--report-to {name} can't start: pip install {name}: .*{module}[^\n]*$"):
+        logged_run(tmp_path / "run", name)
+
+
+def test_a_logger_that_does_not_start_is_one_line(packages, unlocked, tmp_path, monkeypatch):
+    def refuse(**_):
+        raise ValueError("no key\nlog in first")
+    monkeypatch.setattr(importlib.import_module("wandb"), "init", refuse)
+    with pytest.raises(UserError, match="^--report-to wandb can't start: no key$"):
+        logged_run(tmp_path / "run", "wandb")
+
+
+def test_only_the_rank_that_writes_reports(packages, unlocked, tmp_path):
+    run = grpo.Run(Config(output_dir=str(tmp_path / "run"), report_to=("wandb",)))
+    run.is_writer = False
+    run.start_loggers()
+    run.write_report()
+    assert "wandb" not in sys.modules and not (tmp_path / "run" / "report.html").exists()
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_moves_nothing(place, unlocked, tmp_path, value):
     trainer = begin(place, tmp_path / "run")
@@ -5355,7 +5591,8 @@ def test_a_finished_run_leaves_what_it_should(undisturbed, undisturbed_folder, s
     assert len(samples) == 6 * 16 + 4 * 4
     left = sorted(file.name for file in undisturbed_folder.iterdir() if file.name != ".lock")
     assert left == ["checkpoint-4", "checkpoint-6", "config.json", "metrics.jsonl", "model", "report.html",
-                    "samples.jsonl"]
+                    "samples.jsonl", "start.json"]
+    assert "step 6</text>" in (undisturbed_folder / "report.html").read_text()
     assert "undisturbed holds this run, complete" in finish(start("undisturbed"))
     assert story(undisturbed_folder) == undisturbed
 
