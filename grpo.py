@@ -2955,7 +2955,6 @@ TRL_NAMES = {
     "use_peft": "use --lora-rank",
     "lora_r": "use --lora-rank",
     "use_vllm": "vLLM always samples",
-    "vllm_tensor_parallel_size": "each process has a whole engine of its own",
     "top_p": "the trainer's probabilities can't match a cut choice",
     "top_k": "the trainer's probabilities can't match a cut choice",
     "fp16": "use --bf16 or --no-bf16",
