@@ -5238,7 +5238,21 @@ def test_a_bf16_untied_run_with_many_other_flags(place):
         right = [s["rewards"]["correct"] for s in sampled]
         assert len(right) == 8 and m["eval/pass@1"] == sum(right) / 8
     model = load_file(out / "model" / "model.safetensors")
-    assert "lm_head.weight" in model and {w.dtype for w in model.values()} == {torch.bfloat16}
+    has_bf16 = json.loads((out / "config.json").read_text())["bf16"]
+    dtype = torch.bfloat16 if has_bf16 else torch.float32
+    assert has_bf16 == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert "lm_head.weight" in model and {w.dtype for w in model.values()} == {dtype}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_bfloat16_is_used_only_where_there_are_instructions_for_it(device, monkeypatch, capsys):
+    def with_instructions(yes):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: yes)
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: yes)
+        return [grpo.in_a_dtype_of(torch.device(device), Config(bf16=asked)).bf16 for asked in (True, False)]
+    assert with_instructions(True) == [True, False] and capsys.readouterr().out == ""
+    assert with_instructions(False) == [False, False]
+    assert f"note: this {device} has no instructions for bfloat16: --no-bf16 is set\n" == capsys.readouterr().out
 
 
 # --- the engine by itself
