@@ -2570,7 +2570,10 @@ def evaluate(cfg: Config, trainer: "Trainer") -> dict[str, float]:
         if trainer.state.step == 0 and not metrics and not cfg.beta:
             keep_start(groups, trainer)
         shown = groups[0][0]
-        say(f"{str(shown.row.prompt)[-80:]!r} -> {shown.text!r:.100}: {shown.reward}")
+        asked = shown.row.prompt
+        if not isinstance(asked, str):
+            asked = asked[-1]["content"]
+        say(f"{str(asked)[-80:]!r} -> {shown.text!r:.100}: {shown.reward}")
         of_samples = sample_metrics(groups)
         sources = {"reward": "reward/mean"} | {each: f"reward/{each}" for each in shown.rewards}
         for each in ("length_mean", "truncated"):
