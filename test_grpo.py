@@ -170,12 +170,10 @@ def plain_updates(groups: list[list[Sample]], cfg: Config, model, reference, opt
     updates = len(losses)
     metrics = {"loss": sum(losses) / max(1, updates), "grad_norm": sum(norms) / max(1, updates),
                "updates": updates, "skipped_updates": len(parts) - updates, "nonfinite_updates": 0,
-               "learning_rate": cfg.learning_rate}
+               "learning_rate": cfg.learning_rate, "beta": cfg.beta}
     for name in measures[0] if measures else []:
         values = torch.cat([measured[name] for measured in measures])
         metrics[name] = (values.max() if name.endswith("_max") else values.mean()).item()
-    if reference:
-        metrics["beta"] = cfg.beta
     return {"gradients": gradients, "weights": flat(model.parameters()),
             "metrics": {f"policy/{name}": value for name, value in metrics.items()}}
 
@@ -1492,6 +1490,7 @@ def test_layers_that_are_not_there_are_named(tiny_models):
 
 class FakeEngine:
     """Gives the groups that `respond` makes of each call."""
+    ranks = 1
 
     def __init__(self, respond):
         self.respond = respond
@@ -4240,6 +4239,7 @@ def run(rank, port):
     grpo.train = train
     grpo.set_up = lambda *_: "a trainer"
     grpo.check_config = lambda *_: None
+    grpo.in_a_dtype_of = lambda device, cfg: cfg
     grpo.main()
     grpo.close()
     os._exit(0)
@@ -5561,15 +5561,15 @@ def start(place, starter):
     return start
 
 
-def by_torchrun(place, out, hold, *options) -> Job:
-    """The same run, under torchrun with these options beside its own."""
+def by_torchrun(place, out, hold, *options, flags="", on=(), env={}) -> Job:
+    """The same run, under torchrun with these options beside its own; `on` begins the command."""
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "torch.distributed.run", *(options or ("--standalone",)),
-               "--nproc-per-node", 1 if "--nnodes" in options else 2, "--no-python", sys.executable, *CALL, "without_engine", *FAULTY.format(place).split(), "--output-dir", place / out]
+    command = [*on, sys.executable, "-m", "torch.distributed.run", *(options or ("--standalone",)),
+               "--nproc-per-node", 1 if "--nnodes" in options else 2, "--no-python", sys.executable, *CALL, "without_engine", *FAULTY.format(place).split(), *flags.split(), "--output-dir", place / out]
     job = Job(ours, place / f"{out}{len(list(place.glob(f'{out}*.err')))}.err")
     with open(job.stderr, "w") as stderr:
         job.agent = subprocess.Popen(list(map(str, command)), stdout=theirs, stderr=stderr,
-                                     env=ENV | {"HOLD": hold})
+                                     env=ENV | {"HOLD": hold} | env)
     theirs.close()
     return job
 
@@ -5949,6 +5949,54 @@ def test_a_host_is_lost_with_the_ranks_store(start, place, undisturbed):
         "grpo.py (rank 1): lost another process of the run during training: it died")
     finish(start("hosts"))
     assert story(place / "hosts") == undisturbed
+
+
+@pytest.fixture
+def hosts():
+    """Two network namespaces with a cable between them, as two hosts of one core each: starts a run
+    on both, and cuts the cable."""
+    def ip(*words):
+        return subprocess.run(["ip", *" ".join(words).split()], capture_output=True, text=True)
+    names = [f"grpo{os.getpid()}{side}" for side in "ab"]
+    if not shutil.which("ip") or ip("netns add", names[0]).returncode:
+        pytest.skip("needs the right to make network namespaces")
+    ip("netns add", names[1])
+    ip("link add eth0 netns", names[0], "type veth peer name eth0 netns", names[1])
+    for i, name in enumerate(names):
+        ip("-n", name, f"addr add 10.77.0.{i + 1}/24 dev eth0")
+        ip("-n", name, "link set eth0 up")
+        ip("-n", name, "link set lo up")
+
+    def run_on_both(place, out, flags=""):
+        return [by_torchrun(place, out, "", "--nnodes", 2, "--node-rank", i, "--master-addr", "10.77.0.1",
+                            "--master-port", 29500, flags=flags, on=["taskset", "-c", i, "ip", "netns", "exec", name],
+                            env={"GLOO_SOCKET_IFNAME": "eth0"}) for i, name in enumerate(names)]
+    yield run_on_both, lambda: ip("-n", names[0], "link set eth0 down")
+    for name in names:
+        ip("netns del", name)
+
+
+@pytest.mark.faults
+def test_two_hosts_train_as_one_does(hosts, place, undisturbed):
+    on_both, _ = hosts
+    for job in on_both(place, "two_hosts"):
+        assert job.end() == [0], job.stderr.read_text()
+    assert story(place / "two_hosts") == undisturbed
+
+
+@pytest.mark.faults
+def test_hosts_that_a_cut_cable_parts_end_within_ddp_timeout(hosts, place, start, undisturbed):
+    on_both, cut = hosts
+    jobs = on_both(place, "cut", flags="--ddp-timeout 20")
+    file = place / "cut" / "metrics.jsonl"
+    while not file.exists() or len(lines(file)) < 3:
+        time.sleep(0.02)
+    cut()
+    for job in jobs:
+        assert job.end() not in ([0], [-9]), job.stderr.read_text()
+        assert "grpo.py (rank" in job.stderr.read_text()
+    finish(start("cut"))
+    assert story(place / "cut") == undisturbed
 
 
 @pytest.mark.faults
