@@ -2892,8 +2892,9 @@ def fail(error: Exception, name: str, store=None) -> None:
     if store is None:
         is_first = IS_FIRST_RANK
     else:
-        with contextlib.suppress(RuntimeError):    # its host is gone: each speaks
-            is_first = store.add("failed", 1) == 1
+        # Where the store's host is gone each speaks; the kernel looks for it for 15 minutes.
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            is_first = ThreadPoolExecutor(1).submit(store.add, "failed", 1).result(10) == 1
     if is_first:
         if reason is None:
             traceback.print_exception(error)
