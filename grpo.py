@@ -242,9 +242,8 @@ def sample_groups(cfg: Config, trainer: "Trainer") -> tuple[list[Group], dict[st
         if len(kept) >= wanted:
             break
     kept = kept[:wanted] or groups    # with no signal the last round stands for the step
-    rounds = i + 1
-    return kept, {"reward/failures": failures, "rollout/rounds": rounds,
-                  "rollout/dropped_groups": rounds * wanted - len(kept)}
+    return kept, {"reward/failures": failures, "rollout/rounds": i + 1,
+                  "rollout/dropped_groups": (i + 1) * wanted - len(kept)}
 
 # --- advantage ------------------------------------------------------------------------------------
 def group_advantages(rewards: Tensor, scale_rewards: str = "group", baseline: str = "mean",
@@ -508,8 +507,7 @@ class Policy(nn.Module):
 
 # --- engine ---------------------------------------------------------------------------------------
 class Engine:
-    """vLLM inside this process, beside the model that trains: one on each rank, or one over every
-    vllm_tensor_parallel_size ranks, which then do the same."""
+    """vLLM inside this process, beside the model that trains. Ranks that share one do the same."""
 
     def __init__(self, cfg: Config, model_config, tokenizer, stop_ids: list[int],
                  device: torch.device):
@@ -567,8 +565,7 @@ class Engine:
         require(dropped, "vLLM didn't drop the cache of the old weights")
 
     def sleep(self) -> None:
-        """Frees its GPU memory. Level 2 would also drop tensors that no load brings back."""
-        if self.sleeps:
+        if self.sleeps:    # level 2 would also drop tensors that no load brings back
             self.llm.sleep(level=1)
 
     def wake(self, tag: str) -> None:
