@@ -2791,7 +2791,7 @@ NO_PEER = re.compile("(?i)gloo.*(connection|timed out|broken pipe|closed)")
 
 def say(message: str) -> None:
     if IS_FIRST_RANK:
-        print(message, flush=True)
+        print(f"{message}\n", end="", flush=True)    # in one write: no other's words come between
 
 def progress(phase: str, iterable=None, total: int | None = None, **_):
     """The progress line of a phase, on a terminal only. `_`: what else vLLM gives its own."""
