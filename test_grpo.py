@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 import types
+import unittest.mock
 from dataclasses import fields, replace
 from decimal import Decimal
 from pathlib import Path
@@ -1820,8 +1821,10 @@ def update_all_cases(place: Path) -> None:
                 gradients.append(flat(p.grad for p in policy.parameters()))
             optimizer.register_step_pre_hook(keep_gradient)
             cfg = case_of(place, case, tokens_per_micro_batch=budget)[1]
-            metrics = update(groups_of(place, own), cfg, policy, reference, optimizer)
+            with unittest.mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+                metrics = update(groups_of(place, own), cfg, policy, reference, optimizer)
             results[case, number] = {
+                "all_reduces": all_reduce.call_count,
                 "gradients": gradients, "weights": flat(policy.parameters()),
                 "metrics": grpo.gathered(metrics),
                 "micro_batches": len(grpo.split(first, world_size, budget)[0])}
@@ -1867,6 +1870,8 @@ def test_updates_do_not_depend_on_the_split(ranks, case, tiny_models, updated, e
     if "groups" not in CASES[case]:
         one, some, many = (got["micro_batches"] for got in splits)
         assert one == 1 < some < many and many * ranks >= 8
+    if case == "two copies of the shards" and ranks > 1:    # they meet once an update
+        assert len({got["all_reduces"] for got in splits}) == 1 and splits[0]["all_reduces"] > 0
     for got in splits:
         assert all(metrics == got["metrics"][0] for metrics in got["metrics"])    # on every rank
         assert got["metrics"][0] == pytest.approx(truth["metrics"], rel=1e-4, abs=1e-6)
