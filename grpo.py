@@ -743,7 +743,7 @@ def prompt_text(row: dict, tokenizer, cfg: Config) -> tuple[str, bool]:
     return text, False
 
 def tokenize(read: list[tuple[Row, str]], special: bool, tokenizer) -> None:
-    """Sets the tokens of rows, many at a time: on all cores, without a call for each."""
+    """Sets the tokens of rows, and whether they open a thought: many at a time, on all cores."""
     for i in range(0, len(read), 1000):
         rows, texts = zip(*read[i:i + 1000])
         tokens = tokenizer(list(texts), add_special_tokens=special)["input_ids"]
@@ -1168,7 +1168,7 @@ def check_reward(pool: RewardPool, file: str) -> None:
 def converse(groups: list[Group], engine: Engine, pool: RewardPool, temperature: float, seed: int,
              phase: str) -> None:
     """With an environment, all that follows the first replies, one turn of all completions at a
-    time. Sets their rewards. What it says is read and not trained on. A conversation that doesn't
+    time. Sets their rewards. Its words are read and not trained on. A conversation that doesn't
     end within max_turns and max_completion_length has a reward of 0, and counts as truncated."""
     cfg, name = pool.cfg, pool.cfg.environment
     if not name:
@@ -2715,8 +2715,7 @@ def start_vllm(cfg: Config, model_config, on_cpu: bool):
     with reported_as("vLLM did not start (short of memory? --vllm-gpu-memory-utilization and "
                      "--vllm-max-model-length set what it takes)", ValueError, RuntimeError):
         return LLM(cfg.model_name_or_path, dtype=compute_dtype(cfg),
-                   seed=cfg.seed + dist.get_rank() // cfg.vllm_tensor_parallel_size,
-                   tensor_parallel_size=cfg.vllm_tensor_parallel_size, **options)
+                   seed=cfg.seed + dist.get_rank() // cfg.vllm_tensor_parallel_size, **options)
 
 def engine_options(cfg: Config, model_config, on_cpu: bool) -> dict[str, Any]:
     """What vLLM is told, beside model, dtype and seed. Raises UserError for vLLM's other build."""
@@ -2732,6 +2731,7 @@ def engine_options(cfg: Config, model_config, on_cpu: bool) -> dict[str, Any]:
     sequences = min(sequences, 256 if on_cpu else 1024)
     options = dict(
         distributed_executor_backend="external_launcher",    # in this process
+        tensor_parallel_size=cfg.vllm_tensor_parallel_size,
         load_format="dummy",                     # random weights: the policy's follow
         generation_config="vllm",                # no sampling defaults of the model's own
         logprobs_mode="processed_logprobs",      # at the sampling temperature
