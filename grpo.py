@@ -1868,7 +1868,8 @@ class State:
 # Flags that change nothing of what is learnt: a run may go on with others.
 FREE_FLAGS = """output_dir tokens_per_micro_batch gradient_checkpointing ref_cpu_offload
     optimizer_cpu_offload fsdp_size ddp_timeout reward_timeout reward_workers reward_memory
-    vllm_gpu_memory_utilization max_skipped_steps save_steps save_total_limit log_completions_steps report_to""".split()
+    vllm_gpu_memory_utilization max_skipped_steps save_steps save_total_limit
+    log_completions_steps report_to""".split()
 
 class Run:
     """The run's folder: config.json, metrics.jsonl, samples.jsonl, report.html, checkpoints and at
