@@ -2992,9 +2992,8 @@ def check_launch(cfg: Config) -> None:
     require("RANK" in os.environ, "start it with torchrun: torchrun --standalone --nproc-per-node "
             "<GPUs, or 1> grpo.py ...")
     if from_torchrun("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
-        one_machine = from_torchrun("WORLD_SIZE", 1) == from_torchrun("LOCAL_WORLD_SIZE", 1)
-        require(cfg.output_dir and one_machine, "torchrun --max-restarts needs an --output-dir, "
-                "where a restart finds the run, and a single machine")
+        require(cfg.output_dir, "torchrun --max-restarts needs an --output-dir, where a restart "
+                "finds the run")
 
 def quiet_libraries() -> None:
     # Both are read when transformers is imported.
@@ -3045,9 +3044,10 @@ def main() -> None:
         quiet_libraries()
         device, cores = own_device(cfg)
         cfg = in_a_dtype_of(device, cfg)
-        # Under a prefix: ranks that torchrun starts again would find the addresses of the dead.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
+        # Under a prefix: ranks that torchrun starts again would find the addresses of the dead. It
+        # starts all of them each time; its own count of that may differ from host to host.
+        store = next(dist.rendezvous("env://"))[0]
+        store = dist.PrefixStore(f"start {store.add(f'rank {rank}', 1)}", store)
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
                                 timeout=timedelta(seconds=cfg.ddp_timeout))

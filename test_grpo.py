@@ -4363,18 +4363,12 @@ def test_without_torchrun_it_says_how_to_start(main_says, monkeypatch):
     assert code == 2 and err.startswith("grpo.py: start it with torchrun: ")
 
 
-@pytest.mark.parametrize("output_dir, world_size, good", [
-    ("runs/a", "2", True), (None, "2", False), ("runs/a", "4", False)])
-def test_restarts_need_a_folder_and_one_machine(output_dir, world_size, good, monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": "2",
-                        "TORCHELASTIC_MAX_RESTARTS": "3"}.items():
-        monkeypatch.setenv(name, value)
-    cfg = grpo.Config(output_dir=output_dir)
-    if good:
-        grpo.check_launch(cfg)
-    else:
-        with pytest.raises(UserError, match="--max-restarts needs an --output-dir"):
-            grpo.check_launch(cfg)
+def test_restarts_need_a_folder(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    grpo.check_launch(grpo.Config(output_dir="runs/a"))
+    with pytest.raises(UserError, match="--max-restarts needs an --output-dir"):
+        grpo.check_launch(grpo.Config())
 
 
 @pytest.mark.parametrize("flags, said", [
@@ -5938,11 +5932,33 @@ def test_torchrun_brings_a_killed_rank_back(place, undisturbed):
     assert story(place / "elastic") == undisturbed
 
 
-@pytest.mark.faults
-def test_a_host_is_lost_with_the_ranks_store(start, place, undisturbed):
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_two_torchruns_bring_a_rank_killed_on_either_host_back(lost, rendezvous, place, undisturbed):
+    """By --node-rank, or by the rendezvous that torch advises, which counts no restart on the other host."""
+    out = f"restarted_{rendezvous}_{lost}"
+    port = free_port()
+    meet = ["--rdzv-backend", "c10d", "--rdzv-id", out, "--rdzv-endpoint", f"localhost:{port}"]
+    by_hand = ["--master-addr", "localhost", "--master-port", port, "--node-rank"]
+    jobs = [by_torchrun(place, out, "training:9" * (node == lost), "--nnodes", 2, "--max-restarts", 3,
+                        *(meet if rendezvous == "c10d" else [*by_hand, node])) for node in range(2)]
+    [[_, pid]] = jobs[lost].read_until("held ", 1)    # of any rank: c10d deals them out
+    os.kill(int(pid), signal.SIGKILL)
+    for job in jobs:
+        assert job.end() == [0], job.stderr.read_text()
+    assert story(place / out) == undisturbed
+
+
+@pytest.mark.faults
+def test_a_host_is_lost_with_the_ranks_store(start, place, undisturbed):
+    port = free_port()
     first, second = [
         by_torchrun(place, "hosts", hold, "--nnodes", 2, "--node-rank", node, "--master-addr",
                     "localhost", "--master-port", port)
