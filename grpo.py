@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 # --- config ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Config:
     warmup_steps: int = 3    # steps over which the learning rate rises linearly
     weight_decay: float = 0.0    # of AdamW
     adam_beta2: float = 0.95    # of AdamW: its memory of squared gradients (0.95: about 20 updates)
+    bf16_optimizer_states: bool = False    # keep AdamW's two means in bfloat16: 12 bytes, not 16
     max_grad_norm: float = 1.0    # longer gradients are scaled down to this norm
     max_skipped_steps: int = 5    # end after so many steps in a row without a finite gradient
     tokens_per_micro_batch: int = 8192    # of one rank: bounds memory, changes no result
@@ -909,6 +911,9 @@ def joint_rules(cfg: Config, world_size: int) -> Iterator[tuple]:
     if cfg.multi_objective_aggregation == "normalize_then_sum":
         yield "scale_rewards", cfg.scale_rewards == "group", (
             "goes without --multi-objective-aggregation normalize_then_sum")
+    if cfg.bf16_optimizer_states:
+        # A mean of 8 bits isn't moved by what is within 1 in 256 x (1 - beta2) of it: a fifth here.
+        yield "adam_beta2", cfg.adam_beta2 <= 0.98, "goes without --bf16-optimizer-states above 0.98"
     if cfg.beta == 0:
         yield "use_bias_correction_kl", not cfg.use_bias_correction_kl, "needs a --beta above 0"
         yield "kl_target", cfg.kl_target is None, "needs a --beta above 0"
@@ -1554,7 +1559,8 @@ def check_memory(cfg: Config, model_config, device: torch.device) -> None:
     total = sum(p.numel() for p in lm.parameters())
     trained = sum(p.numel() for p in lm.parameters() if p.requires_grad)
     bytes_each = compute_dtype(cfg).itemsize
-    states = 16 * trained + bytes_each * (total - trained)
+    bytes_trained = 12 if cfg.bf16_optimizer_states else 16
+    states = bytes_trained * trained + bytes_each * (total - trained)
     if cfg.beta and not cfg.lora_rank:
         states += bytes_each * total
     states /= cfg.fsdp_size or dist.get_world_size()
@@ -1824,6 +1830,41 @@ def repack_head(model: nn.Module) -> None:
     as it was."""
     model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
+class HalfAdamW(torch.optim.AdamW):
+    """AdamW (arXiv 1711.05101) that keeps its two means in bfloat16. It computes in float32, a
+    tensor at a time."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        group = self.param_groups[0]
+        beta1, beta2 = group["betas"]
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            mean, square = state["exp_avg"].float(), state["exp_avg_sq"].float()
+            adamw(
+                [p], [p.grad], [mean], [square], [], [state["step"]], fused=True, amsgrad=False,
+                beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
+                eps=group["eps"], maximize=False)
+            state["exp_avg"].copy_(mean)
+            state["exp_avg_sq"].copy_(square)
+
+def make_optimizer(policy: Policy, cfg: Config) -> torch.optim.AdamW:
+    """Of what is trained, with the state that AdamW else makes at its first step: a checkpoint is
+    read into it."""
+    kind, dtype = torch.optim.AdamW, torch.float32
+    if cfg.bf16_optimizer_states:
+        kind, dtype = HalfAdamW, torch.bfloat16
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = kind(trained, betas=(0.9, cfg.adam_beta2), weight_decay=cfg.weight_decay,
+                     fused=True)
+    for p in trained:
+        optimizer.state[p] = {"step": torch.zeros((), device=p.device),
+                              "exp_avg": torch.zeros_like(p.detach(), dtype=dtype),
+                              "exp_avg_sq": torch.zeros_like(p.detach(), dtype=dtype)}
+    return optimizer
+
 def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> None:
     """A checkpoint folder for transformers and vLLM, written beside and renamed when whole."""
     state = {}
@@ -2036,7 +2077,6 @@ class Run:
         """Overwrites weights and optimizer with those of the newest checkpoint that is whole, and
         returns its state; without one, that of a new run."""
         from torch.distributed import checkpoint as dcp
-        make_adam_state(optimizer)
         folder, marker = gathered(self.newest_whole() if self.is_writer else None)[0]
         if folder is None:
             return State(beta=self.cfg.beta)
@@ -2083,13 +2123,6 @@ def digests(folder: Path, share: int = 0, shares: int = 1) -> dict[str, str]:
 def digest_of_rows(rows: list[Row]) -> str:
     what = [(row.prompt_ids, row.columns.get("answer")) for row in rows]
     return hashlib.sha256(repr(what).encode()).hexdigest()
-
-def make_adam_state(optimizer) -> None:
-    """AdamW's state as it makes it at its first step: a checkpoint is read into it."""
-    for p in optimizer.param_groups[0]["params"]:
-        optimizer.state[p] = {"step": torch.zeros((), device=p.device),
-                              "exp_avg": torch.zeros_like(p.detach()),
-                              "exp_avg_sq": torch.zeros_like(p.detach())}
 
 def training_tensors(policy: Policy, optimizer) -> dict[str, Tensor]:
     """All tensors that are trained, and the optimizer's. There are no generators among them: each
@@ -2672,9 +2705,7 @@ def set_up(cfg: Config, device: torch.device, cores: int) -> Trainer | None:
         reference = functools.partial(without_adapters, policy)
     elif cfg.beta:
         reference = load_policy(cfg, model_config, packed, device, trainable=False)
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, betas=(0.9, cfg.adam_beta2), fused=True,
-                                  weight_decay=cfg.weight_decay)
+    optimizer = make_optimizer(policy, cfg)
     state = run.load_checkpoint(policy, optimizer, rows)
     before = torch.cuda.memory_allocated()    # 0 without a GPU
     engine = Engine(cfg, model_config, tokenizer, stop_ids, device)

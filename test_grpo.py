@@ -1459,6 +1459,7 @@ def test_what_is_frozen_is_held_in_the_dtype_it_computes_in_and_adapters_in_floa
     # 16 bytes a weight; 8192 tokens x 2 layers x (12 x 32 + 4 x 64) values of 4 bytes.
     ({}, 16, 4 * 8192 * 2 * 640), ({"beta": 0.1}, 20, 4 * 8192 * 2 * 640),
     ({"bf16": True, "beta": 0.1}, 18, 2 * 8192 * 2 * 640),
+    ({"bf16_optimizer_states": True}, 12, 4 * 8192 * 2 * 640),
     ({"fsdp_size": 1}, 32, 4 * 8192 * 2 * 640), ({"lora_rank": 8, "bf16": True}, None, 2 * 8192 * 2 * 640),
     ({"gradient_checkpointing": True, "tokens_per_micro_batch": 100}, 16, 4 * 100 * (2 * 32 + 640))])
 def test_memory_is_said_before_anything_is_loaded(tiny_models, monkeypatch, capsys, flags, states, activations):
@@ -4649,8 +4650,7 @@ def run_groups() -> list[list[Sample]]:
 def begin(place: Path, folder: Path, steps: int = 0, **flags) -> SimpleNamespace:
     """A run of a tiny policy, as a Trainer has it, after some updates."""
     cfg, policy = run_policy(place / "tied", output_dir=str(folder), learning_rate=1e-2, **flags)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
-    grpo.make_adam_state(optimizer)
+    optimizer = grpo.make_optimizer(policy, cfg)
     trainer = SimpleNamespace(cfg=cfg, policy=policy, optimizer=optimizer, run=grpo.Run(cfg),
                               state=State(), rows=run_groups()[0][0].row)
     trainer.rows = [trainer.rows]
@@ -4672,11 +4672,12 @@ def load_newest(trainer) -> State:
     return trainer.run.load_checkpoint(trainer.policy, trainer.optimizer, trainer.rows)
 
 
-def test_a_checkpoint_goes_on_bit_for_bit(place, unlocked, tmp_path):
-    before = begin(place, tmp_path / "run", steps=1)
+@pytest.mark.parametrize("flags", [{}, {"bf16_optimizer_states": True}])
+def test_a_checkpoint_goes_on_bit_for_bit(flags, place, unlocked, tmp_path):
+    before = begin(place, tmp_path / "run", steps=1, **flags)
     save(before, 1)
     go_on(before)
-    after = begin(place, tmp_path / "run")
+    after = begin(place, tmp_path / "run", **flags)
     assert load_newest(after) == State(step=1, beta=0.5)
     go_on(after)
     assert torch.equal(run_weights(after.policy), run_weights(before.policy))
@@ -4711,13 +4712,39 @@ def test_a_new_run_starts_from_the_state_that_adamw_would_make(place, unlocked):
     """The optimizer's state is made ahead of its first step, which makes it otherwise."""
     ends = []
     for ahead in (True, False):
-        cfg, policy = run_policy(place / "tied")
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
+        cfg, policy = run_policy(place / "tied", adam_beta2=0.9, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.9), weight_decay=0.1, fused=True)
         if ahead:
-            grpo.make_adam_state(optimizer)
+            optimizer = grpo.make_optimizer(policy, cfg)
         grpo.update(run_groups(), cfg, policy, None, optimizer, State())
         ends.append(run_weights(policy))
     assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("beta2, weight_decay", [(0.95, 0.0), (0.5, 0.1)])
+def test_means_of_bfloat16_make_the_updates_that_a_slow_adamw_makes(beta2, weight_decay, place):
+    """By arXiv 1711.05101, algorithm 2, a weight at a time; what it keeps is rounded to bfloat16."""
+    cfg, policy = run_policy(place / "tied", adam_beta2=beta2, weight_decay=weight_decay,
+                             bf16_optimizer_states=True)
+    optimizer = grpo.make_optimizer(policy, cfg)
+    optimizer.param_groups[0]["lr"] = 0.01
+    p = policy.lm.model.norm.weight
+    w, mean, square = grpo.whole(p.detach()).double().tolist(), [0.0] * len(p), [0.0] * len(p)
+    rng = random.Random(0)
+    for step in range(1, 6):
+        grads = [rng.gauss(0, 10.0**rng.randint(-6, 2)) for _ in w]
+        p.grad = torch.distributed.tensor.distribute_tensor(torch.tensor(grads), p.device_mesh, p.placements)
+        optimizer.step()
+        for i, g in enumerate(grads):
+            m = 0.9 * mean[i] + (1 - 0.9) * g
+            v = beta2 * square[i] + (1 - beta2) * g * g
+            w[i] -= 0.01 * (m / (1 - 0.9**step) / (math.sqrt(v / (1 - beta2**step)) + 1e-8) + weight_decay * w[i])
+            mean[i], square[i] = torch.tensor([m, v], dtype=torch.bfloat16).tolist()
+    torch.testing.assert_close(grpo.whole(p.detach()), torch.tensor(w), rtol=0, atol=1e-5)
+    others = {q: q.detach().clone() for q in policy.parameters() if q is not p}    # which had no gradient
+    optimizer.step()
+    assert all(torch.equal(q, before) for q, before in others.items())
+    assert {value.dtype for name, value in optimizer.state[p].items() if name != "step"} == {torch.bfloat16}
 
 
 def flip_a_bit(file: Path) -> None:
@@ -4778,7 +4805,7 @@ def test_a_checkpoint_of_another_model_is_refused(place, unlocked, tmp_path):
     trainer = begin(place, tmp_path / "run")
     save(trainer, 1)
     _, trainer.policy = run_policy(place / "untied")    # a wider key and value, and a head of its own
-    trainer.optimizer = torch.optim.AdamW(trainer.policy.parameters())
+    trainer.optimizer = grpo.make_optimizer(trainer.policy, trainer.cfg)
     with pytest.raises(UserError, match="checkpoint-1 doesn't fit the model"):
         load_newest(trainer)
 
