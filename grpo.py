@@ -136,6 +136,7 @@ class Config:
     log_kl_steps: int | None = None    # measure the KL from the start so often. Default: eval_steps
     save_steps: int = 20    # write a checkpoint every so many steps, and when the run is stopped
     save_total_limit: int = 2    # keep so many, the newest
+    save_only_model: bool = False    # as a model to load: a run can't go on from it
     log_completions_steps: int = 1    # write the training completions of every so many steps
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()    # send metrics there
 
@@ -219,8 +220,7 @@ def train(cfg: Config, trainer: "Trainer") -> None:
     except Stopped:
         if state.step != saved_step:
             run.save_checkpoint(trainer)
-        say(f"stopped after step {state.step}: with --output-dir {run.folder}, the same command "
-            "goes on")
+        say(f"stopped after step {state.step}: {run.way_on()}")
         dist.barrier()
         raise
     if not cfg.eval_only:
@@ -1866,7 +1866,7 @@ def make_optimizer(policy: Policy, cfg: Config) -> torch.optim.AdamW:
     return optimizer
 
 def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> None:
-    """A checkpoint folder for transformers and vLLM, written beside and renamed when whole."""
+    """A folder for transformers and vLLM, by rank 0, written beside and renamed when whole."""
     state = {}
     for name, tensor in checkpoint_tensors(policy, dtype):
         if dist.get_rank() == 0:
@@ -1879,14 +1879,12 @@ def save_model(policy: Policy, tokenizer, folder: Path, dtype: torch.dtype) -> N
         except ValueError:    # sampling settings without do_sample, which save_pretrained refuses
             settings.do_sample = True
         # OSError, or a kind of safetensors' own.
-        with reported_as(f"{folder} can't be written; with room for it, the same command goes on",
-                         Exception):
+        with reported_as("the model can't be saved", Exception):
             policy.lm.save_pretrained(unfinished, state_dict=state, save_original_format=False)
             policy.lm.config.dtype = dtype    # the above has written that of the shards
             policy.lm.config.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
             unfinished.rename(folder)
-    dist.barrier()
 
 # --- the run's folder -----------------------------------------------------------------------------
 @dataclass
@@ -1962,6 +1960,11 @@ class Run:
 
     def begun(self) -> bool:
         return (self.folder / "metrics.jsonl").exists() or bool(self.checkpoints())
+
+    def way_on(self) -> str:
+        if self.cfg.save_only_model:
+            return "with --save-only-model there is no way to go on"
+        return f"with --output-dir {self.folder}, the same command goes on"
 
     def checkpoints(self) -> list[Path]:
         """Newest first."""
@@ -2047,31 +2050,36 @@ class Run:
                 os.truncate(self.folder / name, min(size, state.file_sizes.get(name, 0)))
 
     def save_checkpoint(self, trainer: "Trainer") -> None:
-        """Written beside, then a marker with a digest of each file, then renamed. If that fails,
-        the run goes on with the checkpoints it has."""
+        """If it can't be written, the run goes on with the checkpoints it has."""
         from torch.distributed import checkpoint as dcp
         STOPPING.phase = "saving"
-        state = trainer.state
-        folder = self.folder / f"checkpoint-{state.step}"
-        unfinished = folder.with_suffix(".unfinished")
+        folder = self.folder / f"checkpoint-{trainer.state.step}"
         try:
-            dcp.save(training_tensors(trainer.policy, trainer.optimizer), checkpoint_id=unfinished)
-            shares = gathered(digests(unfinished, dist.get_rank(), dist.get_world_size()))
-            if self.is_writer:
-                marker = {"state": asdict(state), "rows": digest_of_rows(trainer.rows),
-                          "sha256": functools.reduce(dict.__or__, shares)}
-                (unfinished / "complete.json").write_text(json.dumps(marker))
-                shutil.rmtree(folder, ignore_errors=True)    # a damaged one
-                unfinished.rename(folder)
-        except (OSError, dcp.CheckpointException) as e:    # the latter on all ranks
-            free = shutil.disk_usage(self.folder).free >> 20
-            say(f"warning: {folder} can't be written: {last_line(e)} ({free} MiB are free); the "
-                "run goes on, the earlier ones are kept")
+            if self.cfg.save_only_model:
+                save_model(trainer.policy, trainer.tokenizer, folder, trainer.engine.dtype)
+            else:
+                self.save_all(trainer, folder)
+        except (OSError, UserError, dcp.CheckpointException) as e:    # the last on all ranks
+            say(f"warning: {folder} can't be written: {last_line(e)}; the run goes on, the earlier "
+                "ones are kept")
         if self.is_writer:
             old = self.checkpoints()[self.cfg.save_total_limit:]
             for leftover in [*self.folder.glob("*.unfinished"), *old]:
                 shutil.rmtree(leftover, ignore_errors=True)
         dist.barrier()
+
+    def save_all(self, trainer: "Trainer", folder: Path) -> None:
+        """Written beside, then a marker with a digest of each file, then renamed."""
+        from torch.distributed import checkpoint as dcp
+        unfinished = folder.with_suffix(".unfinished")
+        dcp.save(training_tensors(trainer.policy, trainer.optimizer), checkpoint_id=unfinished)
+        shares = gathered(digests(unfinished, dist.get_rank(), dist.get_world_size()))
+        if self.is_writer:
+            marker = {"state": asdict(trainer.state), "rows": digest_of_rows(trainer.rows),
+                      "sha256": functools.reduce(dict.__or__, shares)}
+            (unfinished / "complete.json").write_text(json.dumps(marker))
+            shutil.rmtree(folder, ignore_errors=True)    # a damaged one
+            unfinished.rename(folder)
 
     def load_checkpoint(self, policy: Policy, optimizer, rows: list[Row]) -> State:
         """Overwrites weights and optimizer with those of the newest checkpoint that is whole, and
@@ -2141,7 +2149,9 @@ def save_result(cfg: Config, trainer: "Trainer") -> None:
     state, folder = trainer.state, trainer.run.model_folder
     if cfg.lora_rank:
         save_adapters(trainer.policy, cfg, trainer.run.folder / "adapter")
-    save_model(trainer.policy, trainer.tokenizer, folder, trainer.engine.dtype)
+    with reported_as(f"{folder} can't be written; {trainer.run.way_on()}", UserError):
+        save_model(trainer.policy, trainer.tokenizer, folder, trainer.engine.dtype)
+    dist.barrier()
     for name, before in state.first_eval.items():
         after = state.last_eval.get(name, math.nan)
         say(f"{name}: {before:.3f} before, {after:.3f} after {cfg.max_steps} steps")
@@ -2696,6 +2706,8 @@ def set_up(cfg: Config, device: torch.device, cores: int) -> Trainer | None:
     if run.model_folder.exists():
         say(f"{run.folder} holds this run, complete")
         return None
+    require(not (cfg.save_only_model and run.begun()), f"--output-dir {run.folder} holds a run "
+            f"of this kind: {run.way_on()}, name another folder")
     run.start_loggers()
     check_memory(cfg, model_config, device)
     packed = packs(cfg, model_config, device)

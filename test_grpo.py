@@ -4801,6 +4801,53 @@ def test_checkpoints_are_few_and_whole(place, unlocked, tmp_path, capsys):
     assert load_newest(trainer).step == 10
 
 
+def test_checkpoints_of_the_model_only_are_models_to_load(place, unlocked, tmp_path, capsys):
+    trainer = begin(place, tmp_path / "run", steps=1, save_only_model=True, save_total_limit=2)
+    trainer.tokenizer = grpo.load_tokenizer(trainer.cfg)[1]
+    trainer.engine = SimpleNamespace(dtype=torch.float32)
+    for step in (1, 2, 3):
+        save(trainer, step)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, hard))
+    try:
+        save(trainer, 4)
+        with pytest.raises(UserError, match="model can't be written; with --save-only-model .* be saved: "):
+            grpo.save_result(trainer.cfg, trainer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert "checkpoint-4 can't be written: the model can't be saved: " in capsys.readouterr().out
+    folder = trainer.run.folder
+    assert trainer.run.checkpoints() == [folder / "checkpoint-3", folder / "checkpoint-2"]
+    assert not list(folder.glob("checkpoint*.unfinished"))
+    saved = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-3")
+    for (ours, p), (theirs, q) in zip(trainer.policy.lm.named_parameters(), saved.named_parameters(), strict=True):
+        assert ours == theirs and torch.equal(grpo.whole(p.detach()), q.detach())
+
+
+def test_a_run_that_saves_only_models_is_not_begun_anew_over_itself(start, place):
+    job = start("models", "--save-only-model --save-steps 1 --max-steps 3", ranks=1, hold="sampling:2")
+    [pid] = job.ranks_held(1)
+    os.kill(pid, signal.SIGTERM)
+    assert job.end() == [143]
+    assert "stopped after step 1: with --save-only-model there is no way to go on" in job.said
+    again = start("models", "--save-only-model --save-steps 1 --max-steps 3", ranks=1)
+    assert again.end() == [2] and "holds a run of this kind: with --save-only-model" in again.stderr.read_text()
+    assert (place / "models" / "checkpoint-1" / "model.safetensors").exists()
+    assert [m["step"] for m in lines(place / "models" / "metrics.jsonl")] == [0, 1]
+
+
+def test_a_folder_deleted_during_a_checkpoint_costs_a_warning(place, unlocked, tmp_path, capsys, monkeypatch):
+    trainer = begin(place, tmp_path / "run")
+    monkeypatch.setattr(grpo, "digests", lambda *_: shutil.rmtree(trainer.run.folder) or {})
+    save(trainer, 1)
+    monkeypatch.undo()
+    trainer.run.write("metrics.jsonl", [{"step": 1}])
+    out = capsys.readouterr().out
+    assert "checkpoint-1 can't be written" in out and "metrics.jsonl can't be written" in out
+    save(trainer, 2)    # it makes the folder again
+    assert load_newest(trainer).step == 2
+
+
 def test_a_checkpoint_of_another_model_is_refused(place, unlocked, tmp_path):
     trainer = begin(place, tmp_path / "run")
     save(trainer, 1)
@@ -5975,7 +6022,8 @@ def test_two_torchruns_bring_a_rank_killed_on_either_host_back(lost, rendezvous,
     meet = ["--rdzv-backend", "c10d", "--rdzv-id", out, "--rdzv-endpoint", f"localhost:{port}"]
     by_hand = ["--master-addr", "localhost", "--master-port", port, "--node-rank"]
     jobs = [by_torchrun(place, out, "training:9" * (node == lost), "--nnodes", 2, "--max-restarts", 3,
-                        *(meet if rendezvous == "c10d" else [*by_hand, node])) for node in range(2)]
+                        *(meet if rendezvous == "c10d" else [*by_hand, node]), on=["taskset", "-c", node])
+            for node in range(2)]    # a core each, as undisturbed
     [[_, pid]] = jobs[lost].read_until("held ", 1)    # of any rank: c10d deals them out
     os.kill(int(pid), signal.SIGKILL)
     for job in jobs:
