@@ -118,7 +118,7 @@ class Config:
     warmup_steps: int = 3    # steps over which the learning rate rises linearly
     weight_decay: float = 0.0    # of AdamW
     adam_beta2: float = 0.95    # of AdamW: its memory of squared gradients (0.95: about 20 updates)
-    bf16_optimizer_states: bool = False    # keep AdamW's two means in bfloat16: 12 bytes, not 16
+    bf16_optimizer_states: bool = False    # AdamW's moments in bfloat16: 12 bytes a weight, not 16
     max_grad_norm: float = 1.0    # longer gradients are scaled down to this norm
     max_skipped_steps: int = 5    # end after so many steps in a row without a finite gradient
     tokens_per_micro_batch: int = 8192    # of one rank: bounds memory, changes no result
@@ -912,8 +912,9 @@ def joint_rules(cfg: Config, world_size: int) -> Iterator[tuple]:
         yield "scale_rewards", cfg.scale_rewards == "group", (
             "goes without --multi-objective-aggregation normalize_then_sum")
     if cfg.bf16_optimizer_states:
-        # A mean of 8 bits isn't moved by what is within 1 in 256 x (1 - beta2) of it: a fifth here.
-        yield "adam_beta2", cfg.adam_beta2 <= 0.98, "goes without --bf16-optimizer-states above 0.98"
+        # A mean of 8 bits isn't moved by what is within 1 in 256 x (1 - beta2) of it: a fifth.
+        fits = cfg.adam_beta2 <= 0.98
+        yield "adam_beta2", fits, "must be at most 0.98 with --bf16-optimizer-states"
     if cfg.beta == 0:
         yield "use_bias_correction_kl", not cfg.use_bias_correction_kl, "needs a --beta above 0"
         yield "kl_target", cfg.kl_target is None, "needs a --beta above 0"
@@ -1831,7 +1832,7 @@ def repack_head(model: nn.Module) -> None:
     model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 class HalfAdamW(torch.optim.AdamW):
-    """AdamW (arXiv 1711.05101) that keeps its two means in bfloat16. It computes in float32, a
+    """AdamW (arXiv 1711.05101) that keeps its two moments in bfloat16. It computes in float32, a
     tensor at a time."""
 
     @torch.no_grad()

@@ -4345,7 +4345,8 @@ def main_says(ends, stopping, monkeypatch, capsys):
     ("--reward-funcs x.py:f", "grpo.py: --reward-funcs is no flag here: use --reward, "),
     ("--reward_funcs=x.py:f", "grpo.py: --reward_funcs is no flag here: use --reward, "),
     ("--top-k 5", "grpo.py: --top-k is no flag here: the trainer's probabilities can't match"),
-    ("--num-generations 1", "grpo.py: --num-generations 1 must be at least 2")])
+    ("--num-generations 1", "grpo.py: --num-generations 1 must be at least 2"),
+    ("--bf16-optimizer-states --adam-beta2 0.99", "grpo.py: --adam-beta2 0.99 must be at most 0.98 with --bf16-o")])
 def test_a_bad_command_line_is_one_line(flags, line, main_says):
     code, out, err = main_says(flags)
     assert code == 2 and err.startswith(line) and err.count("\n") == 1 and out == ""
@@ -4722,7 +4723,7 @@ def test_a_new_run_starts_from_the_state_that_adamw_would_make(place, unlocked):
 
 
 @pytest.mark.parametrize("beta2, weight_decay", [(0.95, 0.0), (0.5, 0.1)])
-def test_means_of_bfloat16_make_the_updates_that_a_slow_adamw_makes(beta2, weight_decay, place):
+def test_moments_of_bfloat16_make_the_updates_that_a_slow_adamw_makes(beta2, weight_decay, place):
     """By arXiv 1711.05101, algorithm 2, a weight at a time; what it keeps is rounded to bfloat16."""
     cfg, policy = run_policy(place / "tied", adam_beta2=beta2, weight_decay=weight_decay,
                              bf16_optimizer_states=True)
