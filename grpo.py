@@ -3073,6 +3073,24 @@ def in_a_dtype_of(device: torch.device, cfg: Config) -> Config:
     say(f"note: this {device.type} has no instructions for bfloat16: --no-bf16 is set")
     return replace(cfg, bf16=False)
 
+def meet(store: dist.Store, rank: int, world_size: int, patience: float) -> dist.Store:
+    """The store under a prefix for this start of the ranks alone: those that torchrun starts again,
+    on each host in its own time, would find addresses of the dead. A start begins with rank 0; the
+    others enter the newest, but none that they were in before, until one has them all."""
+    if rank == 0:
+        store.add("starts", 1)
+    entered = 0
+    deadline = time.monotonic() + patience
+    while store.add(f"ranks in start {entered}", 0) < world_size:
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError("some ranks have not come")
+        newest = store.add("starts", 0)
+        if newest > entered and store.add(f"rank {rank} in start {newest}", 1) == 1:
+            entered = newest
+            store.add(f"ranks in start {entered}", 1)
+        time.sleep(0.01)
+    return dist.PrefixStore(f"start {entered}", store)
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # until there is something to save
     rank = from_torchrun("RANK", 0)
@@ -3088,10 +3106,8 @@ def main() -> None:
         quiet_libraries()
         device, cores = own_device(cfg)
         cfg = in_a_dtype_of(device, cfg)
-        # Under a prefix: ranks that torchrun starts again would find the addresses of the dead. It
-        # starts all of them each time; its own count of that may differ from host to host.
-        store = next(dist.rendezvous("env://"))[0]
-        store = dist.PrefixStore(f"start {store.add(f'rank {rank}', 1)}", store)
+        everything = next(dist.rendezvous("env://"))[0]
+        store = meet(everything, rank, world_size, cfg.ddp_timeout)
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
                                 timeout=timedelta(seconds=cfg.ddp_timeout))

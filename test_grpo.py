@@ -25,6 +25,7 @@ import sys
 import time
 import types
 import unittest.mock
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from decimal import Decimal
 from pathlib import Path
@@ -4371,6 +4372,53 @@ def test_restarts_need_a_folder(monkeypatch):
     grpo.check_launch(grpo.Config(output_dir="runs/a"))
     with pytest.raises(UserError, match="--max-restarts needs an --output-dir"):
         grpo.check_launch(grpo.Config())
+
+
+class Meeting:
+    """Ranks that meet in a store, each in a thread of its own."""
+
+    def __init__(self, patience=60):
+        self.store, self.patience, self.threads = dist.HashStore(), patience, ThreadPoolExecutor()
+
+    def come(self, *ranks: int) -> list:
+        return [self.threads.submit(grpo.meet, self.store, rank, 3, self.patience) for rank in ranks]
+
+    def have_met(self, start: int, coming: list) -> bool:
+        """All in this start, and so in the same."""
+        for number, each in enumerate(coming):
+            each.result(PATIENCE).set(f"{number}", "here")
+        return self.store.check([f"start {start}/{number}" for number in range(len(coming))])
+
+
+def test_ranks_meet_each_time_they_are_started():
+    meeting = Meeting()
+    assert meeting.have_met(1, meeting.come(2, 0, 1))
+    assert meeting.have_met(2, meeting.come(1, 2, 0))
+
+
+def test_a_rank_that_comes_again_waits_for_the_others_to_do_so():
+    """On its host torchrun saw at once that it died; the others find out later."""
+    meeting = Meeting()
+    assert meeting.have_met(1, meeting.come(0, 1, 2))
+    again = meeting.come(1)
+    time.sleep(0.2)
+    assert not again[0].done()
+    assert meeting.have_met(2, [*again, *meeting.come(0, 2)])
+
+
+def test_ranks_meet_though_some_died_before_all_had_come():
+    meeting = Meeting()
+    meeting.store.add("starts", 1)    # as rank 0 does, which died then
+    early = meeting.come(1, 2)
+    time.sleep(0.2)
+    assert not any(each.done() for each in early)
+    assert meeting.have_met(2, [*early, *meeting.come(0)])
+
+
+def test_a_rank_that_nobody_joins_ends():
+    [alone] = Meeting(patience=0.1).come(0)
+    with pytest.raises(dist.DistError, match="some ranks have not come"):
+        alone.result(PATIENCE)
 
 
 @pytest.mark.parametrize("flags, said", [
