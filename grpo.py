@@ -3106,8 +3106,8 @@ def main() -> None:
         quiet_libraries()
         device, cores = own_device(cfg)
         cfg = in_a_dtype_of(device, cfg)
-        everything = next(dist.rendezvous("env://"))[0]
-        store = meet(everything, rank, world_size, cfg.ddp_timeout)
+        store = next(dist.rendezvous("env://"))[0]
+        store = meet(store, rank, world_size, cfg.ddp_timeout)
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
                                 timeout=timedelta(seconds=cfg.ddp_timeout))
