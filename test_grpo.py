@@ -5885,6 +5885,18 @@ def test_what_a_logger_keeps_is_written_before_every_end(how, codes, logged, sta
     assert ("stopped after step 0" in job.said) == (how == "a signal")    # a second one saves nothing
 
 
+def without_rank_0(place: str) -> None:
+    if os.environ["RANK"] == "1":
+        without_engine(*FAULTY.format(place).split(), "--ddp-timeout", "2", "--output-dir", f"{place}/alone")
+
+
+def test_a_rank_whose_others_do_not_come_says_so(start):
+    job = start("alone", function="without_rank_0")
+    assert job.end() == [0, 1]
+    assert job.stderr.read_text() == ("grpo.py (rank 1): lost another process of the run during the start: it died, "
+                                      "or the network to it failed (some ranks have not come)\n")
+
+
 def test_a_folder_in_use_is_refused_with_the_process_that_uses_it(start, place):
     first = start("shared", ONE_STEP, ranks=1, hold="sampling:1")
     [pid] = first.ranks_held(1)
