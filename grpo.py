@@ -3036,8 +3036,8 @@ def check_launch(cfg: Config) -> None:
     require("RANK" in os.environ, "start it with torchrun: torchrun --standalone --nproc-per-node "
             "<GPUs, or 1> grpo.py ...")
     if from_torchrun("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
-        require(cfg.output_dir, "torchrun --max-restarts needs an --output-dir, where a restart "
-                "finds the run")
+        require(cfg.output_dir and not cfg.save_only_model, "torchrun --max-restarts needs an "
+                "--output-dir, where a restart finds the run, and no --save-only-model")
 
 def quiet_libraries() -> None:
     # Both are read when transformers is imported.

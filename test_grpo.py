@@ -4370,8 +4370,9 @@ def test_restarts_need_a_folder(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     grpo.check_launch(grpo.Config(output_dir="runs/a"))
-    with pytest.raises(UserError, match="--max-restarts needs an --output-dir"):
-        grpo.check_launch(grpo.Config())
+    for cfg in grpo.Config(), grpo.Config(output_dir="runs/a", save_only_model=True):
+        with pytest.raises(UserError, match="--max-restarts needs an --output-dir, .* and no --save-only-model"):
+            grpo.check_launch(cfg)
 
 
 class Meeting:
