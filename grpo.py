@@ -74,6 +74,7 @@ class Config:
     vllm_tensor_parallel_size: int = 1    # ranks, next to each other, that share one engine
     vllm_max_model_length: int | None = None    # default: longest prompt and completion together
     vllm_enable_sleep_mode: bool = True    # free vLLM's GPU memory while training
+    vllm_sleep_level: Literal[1, 2] = 1    # its weights are copied to host memory; or 2: dropped
     vllm_enforce_eager: bool | None = None    # no compilation. Default: in short runs on the CPU
     environment: str | None = None    # path.py:function, a generator: a conversation, tools, a game
     max_turns: int = 8    # replies of the model to an environment, at most
@@ -519,6 +520,7 @@ class Engine:
         self.dtype = compute_dtype(cfg)
         self.tokenizer = tokenizer
         self.sleeps = cfg.vllm_enable_sleep_mode and not self.on_cpu
+        self.sleep_level = cfg.vllm_sleep_level
         self.sleeping_bytes = 0    # what torch counts as allocated, and is freed while it sleeps
         self.params = functools.partial(
             SamplingParams, logprobs=0, flat_logprobs=True, stop_token_ids=stop_ids,
@@ -567,8 +569,8 @@ class Engine:
         require(dropped, "vLLM didn't drop the cache of the old weights")
 
     def sleep(self) -> None:
-        if self.sleeps:    # level 2 would also drop tensors that no load brings back
-            self.llm.sleep(level=1)
+        if self.sleeps:
+            self.llm.sleep(level=self.sleep_level)
 
     def wake(self, tag: str) -> None:
         if self.sleeps:    # vLLM itself passes over what is awake
@@ -1908,8 +1910,8 @@ class State:
 # Flags that change nothing of what is learnt: a run may go on with others.
 FREE_FLAGS = """output_dir tokens_per_micro_batch gradient_checkpointing ref_cpu_offload
     optimizer_cpu_offload fsdp_size ddp_timeout reward_timeout reward_workers reward_memory
-    vllm_gpu_memory_utilization max_skipped_steps save_steps save_total_limit
-    log_completions_steps report_to""".split()
+    vllm_gpu_memory_utilization vllm_enable_sleep_mode vllm_sleep_level max_skipped_steps save_steps
+    save_total_limit log_completions_steps report_to""".split()
 
 class Run:
     """The run's folder: config.json, metrics.jsonl, samples.jsonl, report.html, checkpoints and at
@@ -2724,6 +2726,7 @@ def set_up(cfg: Config, device: torch.device, cores: int) -> Trainer | None:
     engine = Engine(cfg, model_config, tokenizer, stop_ids, device)
     if engine.sleeps:
         engine.sleeping_bytes = torch.cuda.memory_allocated() - before
+    engine.sleep()    # so that the test below also finds what a sleep would lose
     engine.load(policy)
     test_rows = rows or next(iter(held_out.values()))
     self_test(engine, policy, test_rows[:2], cfg)
@@ -2750,8 +2753,8 @@ def self_test(engine: Engine, policy: Policy, rows: list[Row], cfg: Config) -> N
     limit = 0.25 if cfg.bf16 else 1e-3
     require(gap.nanmean() <= limit,
             f"engine and trainer disagree on the same tokens by {gap.nanmean():.4f} nats in the "
-            f"mean (limit {limit}): vLLM has other weights than {cfg.model_name_or_path}, or "
-            "computes it differently")
+            f"mean (limit {limit}): vLLM has other weights than {cfg.model_name_or_path}, computes "
+            "it differently, or lost some of it asleep (--vllm-sleep-level 1)")
 
 def start_vllm(cfg: Config, model_config, on_cpu: bool):
     options = engine_options(cfg, model_config, on_cpu)

@@ -5446,6 +5446,24 @@ def test_an_engine_with_other_weights_is_found_out(in_engine):
     assert re.search(r"engine and trainer disagree .* by \d+\.\d+ nats .*\(limit 0.001\)", in_engine["found out"])
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_reach_a_sleeping_engine_before_its_cache(monkeypatch, level):
+    calls = []
+
+    class Recorder:
+        def __getattr__(self, name):
+            return lambda *args, **options: calls.append((name, options)) or True
+
+    monkeypatch.setattr(grpo, "start_vllm", lambda *args: Recorder())
+    monkeypatch.setattr(grpo, "checkpoint_tensors", lambda *args: "the weights")
+    engine = grpo.Engine(Config(vllm_sleep_level=level), None, None, [], torch.device("cuda"))
+    engine.sleep()
+    engine.load(policy=None)
+    assert calls == [("sleep", {"level": level}), ("wake_up", {"tags": ["weights"]}),
+                     ("collective_rpc", {"kwargs": {"weights_iterator": "the weights"}}),
+                     ("wake_up", {"tags": ["kv_cache"]}), ("reset_prefix_cache", {})]
+
+
 @needs_cpu_engine
 def test_the_seed_decides_what_is_sampled(in_engine):
     same, again, other = in_engine["draws"]
@@ -5477,16 +5495,19 @@ class RandomLetters:
     on_cpu = True
     sleeps = False
     sleeping_bytes = 0
+    asleep = False
 
     def __init__(self, cfg, model_config, tokenizer, *args):
         self.tokenizer, self.limit = tokenizer, cfg.max_completion_length
         self.ranks = cfg.vllm_tensor_parallel_size
 
     def load(self, policy):
-        pass
+        assert self.asleep
+        self.asleep = False
 
     def sleep(self):
-        pass
+        assert not self.asleep
+        self.asleep = True
 
     def sample(self, rows, n, temperature, seed, phase):
         held(phase)
