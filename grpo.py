@@ -165,12 +165,12 @@ RECIPES = {
 @dataclass
 class Row:
     """One problem."""
-    index: int                # tells rows apart
-    prompt: str | list        # as given: text or chat messages
-    prompt_ids: list[int]
-    columns: dict[str, Any]   # of the row, for the reward
-    thinks: bool = False      # the chat template has opened a <think> in the prompt
-    read: int = 0             # tokens at the prompt's end that count as its completion's
+    index: int                   # tells rows apart
+    prompt: str | list           # as given: text or chat messages
+    prompt_ids: numpy.ndarray    # int32
+    columns: dict[str, Any]      # of the row, for the reward
+    thinks: bool = False         # the chat template has opened a <think> in the prompt
+    read: int = 0                # tokens at the prompt's end that count as its completion's
 
 @dataclass
 class Sample:
@@ -540,8 +540,8 @@ class Engine:
         rows = [row for row in rows for _ in range(n)]    # a request each, which the bar counts
         params = [self.params(temperature=temperature, max_tokens=self.limit - row.read)
                   for row in rows]
-        outputs = self.llm.generate([{"prompt_token_ids": row.prompt_ids} for row in rows],
-                                    params, use_tqdm=bar)
+        prompts = [{"prompt_token_ids": row.prompt_ids.tolist()} for row in rows]
+        outputs = self.llm.generate(prompts, params, use_tqdm=bar)
         samples = [self.to_sample(row, output.outputs[0])
                    for row, output in zip(rows, outputs, strict=True)]
         return [samples[i:i + n] for i in range(0, len(samples), n)]
@@ -747,15 +747,14 @@ def prompt_text(row: dict, tokenizer, cfg: Config) -> tuple[str, bool]:
     return text, False
 
 def tokenize(read: list[tuple[Row, str]], special: bool, tokenizer) -> None:
-    """Sets the tokens of rows, and whether they open a thought: many at a time, on all cores."""
+    """Sets the tokens of rows: many at a time, on all cores."""
     for i in range(0, len(read), 1000):
         rows, texts = zip(*read[i:i + 1000])
         tokens = tokenizer(list(texts), add_special_tokens=special)["input_ids"]
         for row, ids in zip(rows, tokens, strict=True):
             if special and ids[:2] == [tokenizer.bos_token_id] * 2:    # the text begins with it
                 del ids[0]
-            row.prompt_ids = ids
-            row.thinks = tokenizer.decode(ids[-16:]).rstrip().endswith("<think>")
+            row.prompt_ids = numpy.array(ids, numpy.int32)
 
 def load_rows(name: str, split: str, tokenizer, cfg: Config, indices: Iterator[int]) -> list[Row]:
     """The rows of a dataset that are usable and short enough, shuffled. Says what it drops."""
@@ -774,7 +773,8 @@ def load_rows(name: str, split: str, tokenizer, cfg: Config, indices: Iterator[i
         prompt = columns.pop("prompt", columns.get("question"))
         if cfg.environment:
             columns = columns["row"]
-        rows.append(Row(next(indices), prompt, [], columns))
+        thinks = text.rstrip().endswith("<think>")
+        rows.append(Row(next(indices), prompt, numpy.empty(0), columns, thinks))
         read[special].append((rows[-1], text))
     for special in read:
         tokenize(read[special], special, tokenizer)
@@ -807,7 +807,7 @@ def load_data(cfg: Config, tokenizer) -> tuple[list[Row], dict[str, list[Row]]]:
     for name, rows in sets.items():
         require(rows, f"dataset {name}: no held-out prompt is within --max-prompt-length")
     # Conversations about different rows may begin alike.
-    problem = lambda row: repr(row.columns if cfg.environment else row.prompt_ids)
+    problem = lambda row: repr(row.columns) if cfg.environment else row.prompt_ids.tobytes()
     held_out = {problem(row) for rows in sets.values() for row in rows}
     fresh = [row for row in train if problem(row) not in held_out]
     if len(fresh) < len(train):
@@ -1203,7 +1203,7 @@ def converse(groups: list[Group], engine: Engine, pool: RewardPool, temperature:
                     s.turns.append(answer)
                     extend(s, words, [False] * len(words), [0.0] * len(words))
                     told.append(s)
-        rows = [replace(s.row, prompt_ids=s.row.prompt_ids + s.ids.tolist(), read=len(s.ids))
+        rows = [replace(s.row, prompt_ids=numpy.append(s.row.prompt_ids, s.ids), read=len(s.ids))
                 for s in told]
         replies = engine.sample(rows, 1, temperature, seed + turn * 10**9, phase)
         for s, [reply] in zip(told, replies, strict=True):
@@ -2132,7 +2132,7 @@ def digests(folder: Path, share: int = 0, shares: int = 1) -> dict[str, str]:
     return found
 
 def digest_of_rows(rows: list[Row]) -> str:
-    what = [(row.prompt_ids, row.columns.get("answer")) for row in rows]
+    what = [(row.prompt_ids.tolist(), row.columns.get("answer")) for row in rows]
     return hashlib.sha256(repr(what).encode()).hexdigest()
 
 def training_tensors(policy: Policy, optimizer) -> dict[str, Tensor]:
@@ -2642,8 +2642,8 @@ def evaluate(cfg: Config, trainer: "Trainer") -> dict[str, float]:
 def keep_start(groups: list[Group], trainer: "Trainer") -> None:
     """Writes the logprobs of the model as it starts, of its own completions."""
     samples = list(itertools.chain(*groups))
-    start = {"logprobs": policy_logprobs(samples, trainer),
-             "samples": [(s.row.prompt_ids, s.ids.tolist(), s.mask.tolist()) for s in samples]}
+    kept = [[x.tolist() for x in (s.row.prompt_ids, s.ids, s.mask)] for s in samples]
+    start = {"logprobs": policy_logprobs(samples, trainer), "samples": kept}
     if trainer.run.is_writer:
         (trainer.run.folder / "start.json").write_text(json.dumps(start))
 
@@ -2656,8 +2656,8 @@ def kl_from_start(trainer: "Trainer") -> dict[str, float]:
     start = json.loads(file.read_text())
     samples = []
     for i, (prompt_ids, ids, mask) in enumerate(start["samples"]):
-        samples.append(Sample(Row(i, "", prompt_ids, {}), numpy.array(ids), numpy.array(mask),
-                              numpy.zeros(len(ids)), False, ""))
+        samples.append(Sample(Row(i, "", numpy.array(prompt_ids), {}), numpy.array(ids),
+                              numpy.array(mask), numpy.zeros(len(ids)), False, ""))
     log_ratio = torch.tensor(policy_logprobs(samples, trainer))        # [T]
     log_ratio -= torch.tensor(start["logprobs"])
     return {"eval/kl": (log_ratio.exp() - log_ratio - 1).mean().item()}

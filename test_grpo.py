@@ -490,7 +490,7 @@ def test_the_floor_of_a_groups_std_is_a_flag():
     close = [[0.5, 0.5, 0.5, 0.5001]]    # a std of 4.3e-5, so 8.7e-5 of the largest reward
     assert advantages_of(close)[0] == approx([-0.5643] * 3 + [1.6930], 1e-3)
     assert advantages_of(close, min_group_std=1e-3) == [[0, 0, 0, 0]]
-    row = Row(0, "", [1], {})
+    row = Row(0, "", numpy.array([1]), {})
     groups = [[Sample(row, [5], [True], [0.0], False, "", reward=r) for r in close[0]]]
     grpo.set_advantages(groups, Config())
     assert [s.advantage for s in groups[0]] == approx([-0.5643] * 3 + [1.6930], 1e-3)
@@ -513,7 +513,7 @@ def make_groups(shapes, rewards=None, seed=0) -> list[list[Sample]]:
     rng = random.Random(seed)
     groups = []
     for i, (prompt_length, lengths) in enumerate(shapes):
-        row = Row(i, f"prompt {i}", rng.choices(range(120), k=prompt_length), {})
+        row = Row(i, f"prompt {i}", numpy.array(rng.choices(range(120), k=prompt_length)), {})
         scores = rewards[i] if rewards else [0.0] * len(lengths)
         group = []
         for n, reward in zip(lengths, scores, strict=True):
@@ -909,7 +909,7 @@ def test_exactly_the_sampled_tokens_are_scored_each_from_the_one_before(masked):
     read, tokens = batch.input_ids[0], batch.tokens
     places, before, targets, owner, engine, sequence = [], [], [], [], [], []
     for number, s in enumerate(samples):
-        everything = s.row.prompt_ids + s.ids.tolist()
+        everything = [*s.row.prompt_ids, *s.ids]
         for i in range(len(s.ids)):
             if s.mask[i]:
                 place = len(s.row.prompt_ids) + i
@@ -1044,7 +1044,7 @@ def test_a_sample_travels_as_9_bytes_a_token():
     completion = SimpleNamespace(token_ids=[7] * 10_000, finish_reason="stop",
                                  logprobs=SimpleNamespace(logprobs=[-0.5] * 9_999 + [math.nan]))
     engine = SimpleNamespace(tokenizer=tiny_tokenizer())
-    sample = grpo.Engine.to_sample(engine, Row(0, "", [1], {}), completion)
+    sample = grpo.Engine.to_sample(engine, Row(0, "", numpy.array([1]), {}), completion)
     size = len(pickle.dumps(replace(sample, text="")))
     assert 90_000 < size < 91_000
     assert sample.ids.tolist() == [7] * 10_000 and sample.mask.all() and len(sample.mask) == 10_000
@@ -1527,7 +1527,7 @@ class FakeRun:
 def fake_trainer(respond, held_out=None, failures=()):
     return grpo.Trainer(
         policy=None, reference=None, optimizer=None, engine=FakeEngine(respond),
-        pool=FakePool(failures), rows=[Row(i, "", [i], {}) for i in range(100)],
+        pool=FakePool(failures), rows=[Row(i, "", numpy.array([i]), {}) for i in range(100)],
         held_out=held_out or {}, run=FakeRun(), tokenizer=None, state=State(step=6, drawn=9))
 
 
@@ -1550,7 +1550,7 @@ def test_pass_at_k_of_4_completions_of_which_1_4_and_0_are_right(tiny_models):
         assert (n, temperature) in ((1, 0.0), (4, 0.9))
         return scored_groups(greedy if n == 1 else sampled)
     cfg = Config(eval_num_generations=4, temperature=0.9)
-    rows = [Row(i, "", [i], {}) for i in range(3)]
+    rows = [Row(i, "", numpy.array([i]), {}) for i in range(3)]
     trainer = fake_trainer(respond, {"a.jsonl": rows})
     got = grpo.evaluate(cfg, trainer)
     assert got == approx({f"eval/{name}": value for name, value in expected.items()})
@@ -1695,7 +1695,7 @@ def test_sampling_seeds_every_generator_that_vllm_draws_from():
         llm, limit, params, to_sample = Llm(), 8, dict, lambda *_: None
     drawn = []
     for seed in (7, 7, 8, 2**40):
-        grpo.Engine.sample(Fake(), [Row(0, "", [1], {})], 1, 1.0, seed, "")
+        grpo.Engine.sample(Fake(), [Row(0, "", numpy.array([1]), {})], 1, 1.0, seed, "")
         drawn.append(Fake.llm.drawn)
     assert drawn[0] == drawn[1]
     for earlier, later in itertools.pairwise(drawn[1:]):
@@ -1768,7 +1768,7 @@ def rollout(tiny_models) -> None:
         return torch.randint(low, high, (n,), generator=generator).tolist()
     groups = []
     for number, prompt_length in enumerate([3, 40, 7, 12, 5, 21]):
-        row = Row(number, "", draw(4, 99, prompt_length), {})
+        row = Row(number, "", numpy.array(draw(4, 99, prompt_length)), {})
         rewards = [0.5] * 4 if number == 2 else [1.0, 0.0, 0.25, *draw(0, 2, 1)]
         mean = sum(rewards) / 4
         std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 4)
@@ -1938,7 +1938,7 @@ def two_groups(vocabulary: int = 128) -> list[Sample]:
     tokens = lambda n: torch.randint(2, vocabulary, (n,), generator=generator).tolist()
     samples = []
     for index, (prompt, lengths) in enumerate([(3, [5, 1, 9]), (20, [7, 2])]):
-        row = Row(index=index, prompt="", prompt_ids=tokens(prompt), columns={})
+        row = Row(index=index, prompt="", prompt_ids=numpy.array(tokens(prompt)), columns={})
         for n in lengths:
             samples.append(Sample(row=row, ids=tokens(n), mask=[True] * n, engine_logprobs=[0.0] * n,
                                   truncated=False, text=""))
@@ -1948,7 +1948,7 @@ def two_groups(vocabulary: int = 128) -> list[Sample]:
 def logprobs_alone(lm, sample: Sample) -> torch.Tensor:
     """Of one completion by itself, by the model's own forward pass and its own head."""
     prompt = sample.row.prompt_ids
-    logits = lm(torch.tensor([prompt + sample.ids.tolist()]), use_cache=False).logits[0, len(prompt) - 1:-1]
+    logits = lm(torch.tensor([[*prompt, *sample.ids]]), use_cache=False).logits[0, len(prompt) - 1:-1]
     return logits.log_softmax(-1)[range(len(sample.ids)), sample.ids]
 
 
@@ -2158,7 +2158,7 @@ def train_beside_an_engine(place: str, *kinds: str) -> None:
         model_config, tokenizer, stop_ids = grpo.load_tokenizer(cfg)
         policy = grpo.load_policy(cfg, model_config, grpo.packs(cfg, model_config, CPU), CPU, True)
         engine = grpo.Engine(cfg, model_config, tokenizer, stop_ids, CPU)
-        rows = [Row(index=n, prompt="", prompt_ids=list(range(4, 4 + n)), columns={}) for n in (3, 9, 17, 30)]
+        rows = [Row(index=n, prompt="", prompt_ids=numpy.arange(4, 4 + n), columns={}) for n in (3, 9, 17, 30)]
         for seed in range(2):    # the second time with other weights
             engine.load(policy)
             samples = sum(engine.sample(rows, 2, 1.0, seed, "test"), [])
@@ -2312,7 +2312,7 @@ def tokenized(row, tokenizer=None, **flags):
     """The words that a row's prompt becomes."""
     cfg, tokenizer = Config(**flags), tokenizer or tiny_tokenizer()
     text, special = grpo.prompt_text(grpo.standard_row({"answer": 1} | row, cfg), tokenizer, cfg)
-    made = Row(0, "", [], {})
+    made = Row(0, "", numpy.empty(0), {})
     grpo.tokenize([(made, text)], special, tokenizer)
     return words_of(made.prompt_ids)
 
@@ -2697,7 +2697,7 @@ def test_the_engine_gives_a_reply_the_room_that_is_left():
             self.given = [each["max_tokens"] for each in params]
             return [SimpleNamespace(outputs=[i]) for i in range(len(prompts))]
     fake = SimpleNamespace(llm=Llm(), limit=20, params=dict, to_sample=lambda row, i: (row.index, i))
-    rows = [Row(0, "", [1], {}), Row(1, "", [1] * 9, {}, read=8)]
+    rows = [Row(0, "", numpy.array([1]), {}), Row(1, "", numpy.array([1] * 9), {}, read=8)]
     groups = grpo.Engine.sample(fake, rows, 2, 1.0, 0, "")
     assert fake.llm.given == [20, 20, 12, 12]
     assert groups == [[(0, 0), (0, 1)], [(1, 2), (1, 3)]]
@@ -3469,7 +3469,7 @@ def test_gsm8k_loads_as_it_is(tmp_path):
 
 
 def reward_group(texts=("a", "bb", "ccc"), index=0):
-    row = Row(index=index, prompt="the prompt", prompt_ids=[1],
+    row = Row(index=index, prompt="the prompt", prompt_ids=numpy.array([1]),
               columns={"answer": 7, "level": "hard"})
     group = []
     for i, text in enumerate(texts):
@@ -3890,7 +3890,7 @@ def c(completions):
 def test_soft_overlong_punishment(pool):
     """DAPO, equation 13, with a limit of 10 tokens and a buffer of 4."""
     group = []
-    row = Row(index=0, prompt="", prompt_ids=[1], columns={"answer": 1})
+    row = Row(index=0, prompt="", prompt_ids=numpy.array([1]), columns={"answer": 1})
     for length in (1, 6, 7, 9, 10):
         ids = numpy.zeros(length, numpy.int32)
         group.append(Sample(row=row, ids=ids, mask=ids == 0, engine_logprobs=ids,
@@ -4688,7 +4688,8 @@ def run_groups() -> list[list[Sample]]:
     for index, (prompt, lengths, rewards) in enumerate([
             (5, [3, 1, 7, 2], [1, 0, 0, 0]), (9, [2, 6, 4, 4], [1, 1, 0, 0]),
             (3, [8, 1, 1, 5], [1, 1, 1, 1]), (7, [4, 2, 5, 3], [0, 0, 0.5, 1])]):
-        row = Row(index=index, prompt="", prompt_ids=rng.choices(range(99), k=prompt), columns={})
+        prompt_ids = numpy.array(rng.choices(range(99), k=prompt))
+        row = Row(index=index, prompt="", prompt_ids=prompt_ids, columns={})
         groups.append([
             Sample(row=row, ids=rng.choices(range(99), k=n), mask=[True] * n, text="", reward=reward,
                    engine_logprobs=[-5.0] * n, truncated=False)
@@ -4753,7 +4754,7 @@ def test_a_forward_pass_alone_leaves_all_that_a_checkpoint_needs(place, unlocked
 def test_a_checkpoint_of_other_rows_is_refused(place, unlocked, tmp_path):
     trainer = begin(place, tmp_path / "run")
     save(trainer, 1)
-    trainer.rows = [replace(trainer.rows[0], prompt_ids=[7])]
+    trainer.rows = [replace(trainer.rows[0], prompt_ids=numpy.array([7]))]
     with pytest.raises(UserError, match="rows of --dataset are not those"):
         load_newest(trainer)
 
@@ -5418,7 +5419,7 @@ def engine_facts(model: str, place: str) -> None:
         gap = (logprobs.max(-1).values - torch.tensor(theirs)).abs().max().item()
         facts["gap"] = max(facts["gap"], gap)
 
-    rows = [Row(index=0, prompt="", prompt_ids=prompt, columns={})]
+    rows = [Row(index=0, prompt="", prompt_ids=numpy.array(prompt), columns={})]
     draws = [engine.sample(rows, 64, 1.0, seed, "sampling")[0] for seed in (3, 3, 4)]
     facts["draws"] = [[s.text for s in draw] for draw in draws]
     facts["truncated"] = [s.truncated for s in draws[0]]
@@ -5513,7 +5514,7 @@ class RandomLetters:
         held(phase)
         groups = []
         for row in rows:
-            draw = random.Random(f"{seed // (dist.get_world_size() // self.ranks)} {row.prompt_ids}")
+            draw = random.Random(f"{seed // (dist.get_world_size() // self.ranks)} {row.prompt_ids.tolist()}")
             groups.append([])
             for _ in range(n):
                 longest = min(8, self.limit - row.read)
@@ -6240,7 +6241,8 @@ def bench_groups(groups: int, prompt: int, shortest: int = 20, longest: int = 64
     rng = random.Random(0)
     made = []
     for index in range(groups):
-        row = Row(index=index, prompt="", prompt_ids=rng.choices(range(49152), k=prompt), columns={})
+        prompt_ids = numpy.array(rng.choices(range(49152), k=prompt))
+        row = Row(index=index, prompt="", prompt_ids=prompt_ids, columns={})
         made.append([])
         for i in range(8):
             n = rng.randint(shortest, longest)
@@ -6312,13 +6314,13 @@ def padded_step(lm, optimizer, groups: list[list[Sample]]) -> None:
     """The usual way: every completion a row with its prompt, padded to the step's longest, logits of
     all positions."""
     samples = [s for group in groups for s in group]
-    longest = max(len(s.row.prompt_ids + s.ids.tolist()) for s in samples)
+    longest = max(len(s.row.prompt_ids) + len(s.ids) for s in samples)
     for i in range(0, len(samples), 8):
         rows = samples[i:i + 8]
         ids = torch.zeros(len(rows), longest, dtype=torch.long)
         mask = torch.zeros(len(rows), longest, dtype=torch.long)
         for place, s in enumerate(rows):
-            full = torch.tensor(s.row.prompt_ids + s.ids.tolist())
+            full = torch.tensor([*s.row.prompt_ids, *s.ids])
             ids[place, :len(full)] = full
             mask[place, :len(full)] = 1
         with torch.autocast("cpu", torch.bfloat16):
@@ -6394,7 +6396,7 @@ def test_bench_python_of_a_large_step(unlocked, tmp_path):
     rng = numpy.random.default_rng(0)
     groups = []
     for index in range(512):
-        row = Row(index=index, prompt="What is 1 + 1?", prompt_ids=[5] * 100, columns={"answer": 2})
+        row = Row(index=index, prompt="What is 1 + 1?", prompt_ids=numpy.full(100, 5, numpy.int32), columns={"answer": 2})
         groups.append([])
         for i in range(16):
             text = "".join(f"So {x} and 1 make {x + 1}, I think.\n" for x in rng.integers(999, size=450))
